@@ -1,15 +1,18 @@
 """GGUF → an ordinary Hugging Face directory, for models of the Llama architecture with a byte-level BPE vocabulary.
 
-The file format is ggml's (docs/gguf.md in the llama.cpp repository); tensors are decoded by the ``gguf`` package. Nothing here needs a model class:
-each tensor is dequantized, put back into Hugging Face's layout, rounded to bfloat16 and streamed to ``model.safetensors``, one at a time.
-Every metadata key that could change the model's output is either understood or refused by name.
+The file format is ggml's (docs/gguf.md in its repository); tensors are decoded by the ``gguf`` package. No model class is
+needed: each tensor is dequantized, put back into Hugging Face's layout, rounded to bfloat16 and streamed to
+``model.safetensors``, one at a time. Every metadata key that could change the model's output is either understood or
+refused by name.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,68 +24,45 @@ if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
     from tokenizers import Tokenizer
 
-_REQUIRED_KEYS = (
-    "block_count",
-    "context_length",
-    "embedding_length",
-    "feed_forward_length",
-    "attention.head_count",
-    "attention.layer_norm_rms_epsilon",
-)
-_OPTIONAL_KEYS = (
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.value_length",
-    "rope.dimension_count",
-    "rope.freq_base",
-    "rope.scaling.factor",
-    "rope.scaling.type",
-    "vocab_size",
-)
-# Keys of the tokenizer that need no action: `scores` rank SentencePiece merges, and `hf.json` would repeat what the other keys say.
-_TOKENIZER_KEYS = (
-    "model",
-    "pre",
-    "tokens",
-    "token_type",
-    "merges",
-    "scores",
-    "bos_token_id",
-    "eos_token_id",
-    "eot_token_id",
-    "eom_token_id",
-    "unknown_token_id",
-    "padding_token_id",
-    "add_bos_token",
-    "add_eos_token",
-    "add_space_prefix",
-)
+_REQUIRED_KEYS = """block_count context_length embedding_length feed_forward_length attention.head_count
+    attention.layer_norm_rms_epsilon""".split()
+_OPTIONAL_KEYS = """attention.head_count_kv attention.key_length attention.value_length rope.dimension_count rope.freq_base
+    rope.scaling.factor rope.scaling.type vocab_size""".split()
+# `scores` needs no action: it ranks SentencePiece's merges, which are not converted.
+_TOKENIZER_KEYS = """model pre tokens token_type merges scores add_bos_token add_eos_token add_space_prefix
+    bos_token_id eos_token_id eot_token_id eom_token_id unknown_token_id padding_token_id""".split()
+
+# ggml's name → Hugging Face's name, and the shape by the names in `_expected_tensors`.
 _GLOBAL_TENSORS = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
+    "token_embd.weight": ("model.embed_tokens.weight", ("vocab", "hidden")),
+    "output_norm.weight": ("model.norm.weight", ("hidden",)),
+    "output.weight": ("lm_head.weight", ("vocab", "hidden")),
 }
 _LAYER_TENSORS = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
+    "attn_norm.weight": ("input_layernorm.weight", ("hidden",)),
+    "attn_q.weight": ("self_attn.q_proj.weight", ("q", "hidden")),
+    "attn_k.weight": ("self_attn.k_proj.weight", ("kv", "hidden")),
+    "attn_v.weight": ("self_attn.v_proj.weight", ("kv", "hidden")),
+    "attn_output.weight": ("self_attn.o_proj.weight", ("hidden", "q")),
+    "ffn_norm.weight": ("post_attention_layernorm.weight", ("hidden",)),
+    "ffn_gate.weight": ("mlp.gate_proj.weight", ("intermediate", "hidden")),
+    "ffn_up.weight": ("mlp.up_proj.weight", ("intermediate", "hidden")),
+    "ffn_down.weight": ("mlp.down_proj.weight", ("hidden", "intermediate")),
 }
 # Llama 3's split pattern, as published in its tokenizer.json.
-_LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CONTROL, _USER_DEFINED = 3, 4  # ggml's token types
 
 
 def convert_gguf(gguf_path: str | Path, out_dir: str | Path, progress: bool = True) -> Path:
-    """Write the model in ``gguf_path`` as a Hugging Face directory ``out_dir`` (which must not hold a model yet); returns ``out_dir``.
+    """Write the model in ``gguf_path`` as a Hugging Face directory ``out_dir``; returns ``out_dir``. Weights become bfloat16.
 
-    Weights become bfloat16. Raises FileNotFoundError if there is no such file, ValueError naming what is not understood: a broken file, an architecture other
-    than ``llama``, a tokenizer other than byte-level BPE, an unknown ``tokenizer.ggml.pre``, metadata key, tensor or tensor type. Everything is checked before the first file is written.
+    FileNotFoundError: no such file. ValueError, naming what is not understood: a broken file, an architecture other than
+    ``llama``, a tokenizer other than byte-level BPE, an unknown ``tokenizer.ggml.pre``, metadata key, tensor or tensor type;
+    or ``out_dir`` holds a model already. All of it is checked before the first file is written.
     """
     from gguf import GGUFReader
 
@@ -99,10 +79,10 @@ def convert_gguf(gguf_path: str | Path, out_dir: str | Path, progress: bool = Tr
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     config = hf_config(metadata, tied="output.weight" not in {tensor.name for tensor in reader.tensors})
     tokenizer, tokenizer_config = hf_tokenizer(metadata)
-    plan = _plan_tensors(reader, config)
+    plan = _plan(reader, config)
 
     out.mkdir(parents=True, exist_ok=True)
-    _write_safetensors(out / "model.safetensors", plan, progress)
+    _write_safetensors(out / "model.safetensors", plan, config, progress)
     tokenizer.save(str(out / "tokenizer.json"))
     if template := metadata.get("tokenizer.chat_template"):
         (out / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -135,9 +115,13 @@ def hf_config(metadata: Mapping[str, Any], tied: bool) -> dict[str, Any]:
     for key in ("attention.value_length", "rope.dimension_count"):
         if values.get(key, head_dim) != head_dim:
             raise ValueError(f"llama.{key} is {values[key]} but the head dimension is {head_dim}; they must be equal")
-    scaling = values.get("rope.scaling.type", "none")
-    if scaling not in ("none", "linear"):
-        raise ValueError(f"llama.rope.scaling.type is {scaling!r}; 'none' and 'linear' can be converted")
+    rope_type, rope_scaling = values.get("rope.scaling.type", "none"), None
+    if rope_type not in ("none", "linear"):
+        raise ValueError(f"llama.rope.scaling.type is {rope_type!r}; 'none' and 'linear' can be converted")
+    if rope_type == "linear":
+        if "rope.scaling.factor" not in values:
+            raise ValueError("metadata missing: llama.rope.scaling.factor")
+        rope_scaling = {"rope_type": "linear", "factor": _shortest(values["rope.scaling.factor"])}
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     if values.get("vocab_size", len(tokens)) != len(tokens):
         raise ValueError(
@@ -157,21 +141,19 @@ def hf_config(metadata: Mapping[str, Any], tied: bool) -> dict[str, Any]:
         "max_position_embeddings": values["context_length"],
         "rms_norm_eps": _shortest(values["attention.layer_norm_rms_epsilon"]),
         "rope_theta": _shortest(values.get("rope.freq_base", 10000.0)),
-        "rope_scaling": {"rope_type": "linear", "factor": _shortest(values["rope.scaling.factor"])}
-        if scaling == "linear"
-        else None,
+        "rope_scaling": rope_scaling,
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": tied,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
-        "torch_dtype": "bfloat16",
+        "dtype": "bfloat16",
     }
 
 
 def generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """``generation_config.json``: every token id that ends a generation, as a list (end of sequence, of turn, of message), and bos and pad."""
+    """``generation_config.json``: the token ids that end a generation (of sequence, of turn, of message), bos and pad."""
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     eos = list(dict.fromkeys(token_id for token_id in ends if token_id is not None))
     ids = {"bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"), "eos_token_id": eos or None}
@@ -216,8 +198,10 @@ def hf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]
     if len(vocab) != len(tokens):
         raise ValueError(f"tokenizer.ggml.tokens repeats {len(tokens) - len(vocab)} of its {len(tokens)} entries")
     merges = [tuple(merge.split(" ")) for merge in values["merges"]]
-    # Llama 3 takes a piece that is a token as it stands, even where no chain of merges leads to it.
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
+    # Two of Llama 3's habits that the metadata does not spell out: a piece that is a token is taken as it stands, even where
+    # no chain of merges leads to it, and BOS is added unless said otherwise.
+    llama3 = pre == "llama-bpe"
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=llama3))
     tokenizer.pre_tokenizer = known[pre]
     tokenizer.decoder = decoders.ByteLevel()
     types: list[int] = values.get("token_type") or [1] * len(tokens)
@@ -232,14 +216,14 @@ def hf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]
         if token_id is not None and not 0 <= token_id < len(tokens):
             raise ValueError(f"tokenizer.ggml.{key} is {token_id}, outside the vocabulary of {len(tokens)}")
         special[f"{name}_token"] = None if token_id is None else tokens[token_id]
-    if values.get("add_bos_token"):
+    if values.get("add_bos_token", llama3):
         if special["bos_token"] is None:
-            raise ValueError("tokenizer.ggml.add_bos_token is true but there is no tokenizer.ggml.bos_token_id")
+            raise ValueError("a BOS is to be added but there is no tokenizer.ggml.bos_token_id")
         bos = special["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, values["bos_token_id"])]
         )
-    # PreTrainedTokenizerFast takes tokenizer.json as it stands; a model's own class would rebuild the pre-tokenizer by its own rules.
+    # PreTrainedTokenizerFast takes tokenizer.json as it stands; a model's own class would rebuild the pre-tokenizer.
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **special,
@@ -251,64 +235,57 @@ def hf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]
 
 
 def unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of a q or k projection ``[num_heads·head_dim, hidden_size]`` from ggml's rotary pairs (2i, 2i+1) back to Hugging Face's (i, i + head_dim/2)."""
+    """Rows of a q or k projection ``[num_heads·head_dim, hidden_size]`` from ggml's order to Hugging Face's.
+
+    ggml rotates neighbours (2i, 2i+1), Hugging Face halves (i, i + head_dim/2).
+    """
     rows, hidden_size = weight.shape
     pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, hidden_size)
     return pairs.swapaxes(1, 2).reshape(rows, hidden_size)
 
 
-Plan = list[tuple[str, tuple[int, ...], Callable[[], torch.Tensor]]]
+@dataclass(frozen=True)
+class _Planned:
+    """One tensor to write: its name and shape in the Hugging Face directory and the GGUF tensor that it comes from."""
+
+    name: str
+    shape: tuple[int, ...]
+    source: ReaderTensor
 
 
-def _plan_tensors(reader: GGUFReader, config: Mapping[str, Any]) -> Plan:
-    """(name, shape, producer of the bfloat16 tensor) of every tensor to write; names, shapes and types are checked here, nothing is decoded yet."""
-    shapes = _expected_shapes(config)
-    found: dict[str, tuple[str, tuple[int, ...], Callable[[], torch.Tensor]]] = {}
-    for tensor in reader.tensors:
-        name = _hf_name(tensor.name)
-        if name is None or name not in shapes:
-            raise ValueError(f"tensor {tensor.name!r} is not part of this Llama model")
-        shape = tuple(int(size) for size in reversed(tensor.shape))
-        if shape != shapes[name]:
-            raise ValueError(f"tensor {tensor.name!r} has shape {shape}, the metadata asks for {shapes[name]}")
-        _check_type(tensor)
-        found[name] = (name, shape, lambda tensor=tensor, name=name: _decode(tensor, name, config))
-    if missing := [name for name in shapes if name not in found]:
-        raise ValueError(f"{len(missing)} tensors are missing, the first is {missing[0]!r}")
-    return [found[name] for name in shapes]
+def _plan(reader: GGUFReader, config: Mapping[str, Any]) -> list[_Planned]:
+    """What to write, in file order. Names, shapes and types are checked here; nothing is decoded yet."""
+    expected = _expected_tensors(config)
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    if unknown := [name for name in found if name not in expected]:
+        raise ValueError(f"tensor {unknown[0]!r} is not part of this Llama model ({len(unknown)} such tensors)")
+    if missing := [name for name in expected if name not in found]:
+        raise ValueError(f"tensor {missing[0]!r} is missing ({len(missing)} such tensors)")
+    for name, (_, shape) in expected.items():
+        actual = tuple(int(size) for size in reversed(found[name].shape))
+        if actual != shape:
+            raise ValueError(f"tensor {name!r} has shape {actual}, the metadata asks for {shape}")
+        _check_type(found[name])
+    return [_Planned(hf_name, shape, found[name]) for name, (hf_name, shape) in expected.items()]
 
 
-def _expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, intermediate, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    q_size = config["num_attention_heads"] * config["head_dim"]
-    kv_size = config["num_key_value_heads"] * config["head_dim"]
-    layer = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (q_size, hidden),
-        "self_attn.k_proj.weight": (kv_size, hidden),
-        "self_attn.v_proj.weight": (kv_size, hidden),
-        "self_attn.o_proj.weight": (hidden, q_size),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (intermediate, hidden),
-        "mlp.up_proj.weight": (intermediate, hidden),
-        "mlp.down_proj.weight": (hidden, intermediate),
+def _expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """ggml name → (Hugging Face name, shape) of every tensor that a model of this config has."""
+    size = {
+        "hidden": config["hidden_size"],
+        "intermediate": config["intermediate_size"],
+        "vocab": config["vocab_size"],
+        "q": config["num_attention_heads"] * config["head_dim"],
+        "kv": config["num_key_value_heads"] * config["head_dim"],
     }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    names = {
+        name: entry
+        for name, entry in _GLOBAL_TENSORS.items()
+        if name != "output.weight" or not config["tie_word_embeddings"]
+    }
     for i in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (vocab, hidden)
-    return shapes
-
-
-def _hf_name(name: str) -> str | None:
-    if name in _GLOBAL_TENSORS:
-        return _GLOBAL_TENSORS[name]
-    block, _, rest = name.removeprefix("blk.").partition(".")
-    return (
-        f"model.layers.{block}.{_LAYER_TENSORS[rest]}" if name.startswith("blk.") and rest in _LAYER_TENSORS else None
-    )
+        names |= {f"blk.{i}.{name}": (f"model.layers.{i}.{hf}", dims) for name, (hf, dims) in _LAYER_TENSORS.items()}
+    return {name: (hf, tuple(size[dim] for dim in dims)) for name, (hf, dims) in names.items()}
 
 
 def _check_type(tensor: ReaderTensor) -> None:
@@ -325,34 +302,35 @@ def _check_type(tensor: ReaderTensor) -> None:
         ) from error
 
 
-def _decode(tensor: ReaderTensor, name: str, config: Mapping[str, Any]) -> torch.Tensor:
+def _decode(planned: _Planned, config: Mapping[str, Any]) -> torch.Tensor:
+    """Dequantize one tensor and round it once, to bfloat16."""
     from gguf.quants import dequantize
 
-    values = dequantize(tensor.data, tensor.tensor_type)
-    if name.endswith("q_proj.weight"):
+    values = dequantize(planned.source.data, planned.source.tensor_type)
+    if planned.name.endswith("q_proj.weight"):
         values = unpermute(values, config["num_attention_heads"])
-    elif name.endswith("k_proj.weight"):
+    elif planned.name.endswith("k_proj.weight"):
         values = unpermute(values, config["num_key_value_heads"])
     return torch.tensor(values, dtype=torch.bfloat16)
 
 
-def _write_safetensors(path: Path, plan: Plan, progress: bool) -> None:
-    """Stream bfloat16 tensors into one file, holding one at a time: 8 bytes of header length, the JSON header, then the data (safetensors' format)."""
+def _write_safetensors(path: Path, plan: list[_Planned], config: Mapping[str, Any], progress: bool) -> None:
+    """Stream the tensors into one file, holding one at a time.
+
+    The safetensors format: 8 bytes of header length, a JSON header with each tensor's dtype, shape and offsets, the data.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, shape, _ in plan:
-        end = offset + 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}
-        offset = end
+    end = 0
+    for planned in plan:
+        start, end = end, end + 2 * math.prod(planned.shape)
+        header[planned.name] = {"dtype": "BF16", "shape": planned.shape, "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with (
-        path.open("wb") as file,
-        tqdm(total=offset, unit="B", unit_scale=True, desc="converting", disable=not progress) as bar,
-    ):
+    bar = tqdm(total=end, unit="B", unit_scale=True, desc="converting", disable=not progress)
+    with path.open("wb") as file, bar:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
-        for _, _, produce in plan:
-            data = produce().contiguous().view(torch.uint8).numpy()
+        for planned in plan:
+            data = _decode(planned, config).view(torch.uint8).numpy()
             file.write(data.data)
             bar.update(data.nbytes)
 
