@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -130,7 +130,7 @@ class Ledger:
         return frame.astype({"layer": "Int64"})
 
 
-@lru_cache(maxsize=None)
+@cache
 def _hints(reference: Callable[..., Any]) -> dict[str, Any]:
     return typing.get_type_hints(reference, include_extras=True)
 

@@ -109,6 +109,19 @@ class OpSet:
         for name, one in ops.items():
             setattr(self, name, _bind(one, one.implementation(backend, device)))
 
+    def pack_linear(self, weight: torch.Tensor) -> Any:
+        """The form of a weight ``[out_features, in_features]`` in which this set's ``linear`` streams it fastest.
+
+        On a CPU the weight is laid out once for oneDNN and for the streaming GEMV; elsewhere it is the tensor itself.
+        """
+        if self.backend != "torch" or self.device.type != "cpu":
+            return weight
+        try:
+            from llmlab.ops.cpu.linear import pack_linear
+        except ModuleNotFoundError:
+            return weight
+        return pack_linear(weight)
+
     def __getattr__(self, name: str) -> Callable[..., Any]:  # only reached for a name that is no op
         raise AttributeError(f"no op is called {name!r}")
 
@@ -132,6 +145,13 @@ def _call(one: Op, implementation: Callable[..., Any], args: tuple, kwargs: dict
     if ledger is None:
         return implementation(*args, **kwargs)
     return ledger.run(one, implementation, args, kwargs)
+
+
+def annotate(layer: int | None = None, stage: str = "") -> None:
+    """Tell the ledger, if one is recording, where in the model the next ops run."""
+    ledger = _ledger.get()
+    if ledger is not None:
+        ledger.layer, ledger.stage = layer, stage
 
 
 @contextmanager

@@ -1,0 +1,87 @@
+"""The runner owns what a forward pass needs besides the batch: the model and the KV cache's memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from llmlab.config import CacheConfig
+from llmlab.engine.batch import Batch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from llmlab.engine.request import Request
+    from llmlab.engine.scheduler import SchedulerOutput
+    from llmlab.model.llama import LlamaForCausalLM
+
+
+class Runner:
+    """Runs scheduled steps on one device.
+
+    Attributes:
+        kv_cache: ``[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]``; its pages are touched as blocks are used.
+        host_cache: the same with ``num_host_blocks`` blocks in host memory, for preemption by swap; None without it.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, cache: CacheConfig, dtype: torch.dtype):
+        self.model = model
+        self.block_size = cache.block_size
+        self.device = model.ops.device
+        self.kv_cache = self._allocate(cache.num_blocks, dtype, self.device)
+        self.host_cache = (
+            self._allocate(cache.num_host_blocks, dtype, torch.device("cpu")) if cache.num_host_blocks else None
+        )
+        self._layer_caches = self._by_layer(self.kv_cache)
+
+    def execute(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> tuple[Batch, Tensor]:
+        """Copy swapped blocks, run the forward pass: the batch, and its hidden states ``[num_sched_tokens, hidden_size]``."""
+        self._swap(output)
+        batch = Batch.build(output, requests, self.block_size, self.device, self._length_dependent_rope)
+        with torch.inference_mode():
+            return batch, self.model.forward(batch, self._layer_caches)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[rows, hidden_size] → [rows, vocab_size]`` float32."""
+        with torch.inference_mode():
+            return self.model.compute_logits(hidden)
+
+    def last_tokens(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """The rows to sample from, ``[num kept requests, hidden_size]``: partial prefills have none."""
+        with torch.inference_mode():
+            last = self.model.ops.gather_last_tokens(hidden, batch.query_start_loc)
+            if any(batch.discard):
+                last = last[[r for r, discard in enumerate(batch.discard) if not discard]]
+            return last
+
+    def forward_logits(self, token_ids: list[int]) -> Tensor:
+        """Logits ``[num_tokens, vocab_size]`` float32 of every position, in a cache of its own: no request is disturbed."""
+        batch = Batch.single(token_ids, self.block_size, self.device, self._length_dependent_rope)
+        cache = self._allocate(batch.block_table.shape[1], self.kv_cache.dtype, self.device)
+        with torch.inference_mode():
+            return self.model.compute_logits(self.model.forward(batch, self._by_layer(cache)))
+
+    @property
+    def _length_dependent_rope(self) -> bool:
+        return self.model.config.rope.length_threshold is not None
+
+    def _allocate(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        c = self.model.config
+        return torch.empty(
+            c.num_layers, 2, num_blocks, self.block_size, c.num_kv_heads, c.head_dim, dtype=dtype, device=device
+        )
+
+    @staticmethod
+    def _by_layer(kv_cache: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [(layer[0], layer[1]) for layer in kv_cache]
+
+    def _swap(self, output: SchedulerOutput) -> None:
+        # Out first: a block swapped out may be handed to another request of this very step.
+        if output.swap_out:
+            source, target = map(list, zip(*output.swap_out, strict=True))
+            self.host_cache[:, :, target] = self.kv_cache[:, :, source].to("cpu")
+        if output.swap_in:
+            source, target = map(list, zip(*output.swap_in, strict=True))
+            self.kv_cache[:, :, target] = self.host_cache[:, :, source].to(self.device)
