@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 
 from llmlab.config import CacheConfig
@@ -33,21 +32,6 @@ def hash_block(parent: bytes, token_ids: Sequence[int], extra_keys: tuple[tuple[
     return sha256(content).digest()
 
 
-@dataclass(slots=True)
-class PrefixCacheStats:
-    """Tokens looked up and found, counted once per admission. A resumed request finding its own blocks counts apart."""
-
-    queries: int = 0
-    hits: int = 0
-    resumed_queries: int = 0
-    resumed_hits: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of first-time tokens that were found; 0 before the first query."""
-        return self.hits / self.queries if self.queries else 0.0
-
-
 class KVCacheManager:
     """Gives requests their blocks (``request.block_ids``) and takes them back. Checks before it changes anything."""
 
@@ -57,7 +41,6 @@ class KVCacheManager:
         self.block_pool = BlockPool(config.num_blocks)
         self.num_host_blocks = config.num_host_blocks
         self.free_host_blocks = list(range(config.num_host_blocks))
-        self.prefix_cache_stats = PrefixCacheStats()
 
     @property
     def usage(self) -> float:

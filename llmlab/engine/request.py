@@ -8,6 +8,7 @@ meet, one new token is sampled. Names are vLLM v1's (``vllm/v1/request.py``, ``v
 from __future__ import annotations
 
 import enum
+import math
 import sys
 import time
 from array import array
@@ -54,7 +55,8 @@ class Request:
     prompt, but for penalties, ``min_tokens`` and ``max_tokens`` those tokens stay output.
 
     Raises:
-        ValueError: the prompt is empty, or holds something that is not a token id (an int in [0, 2³¹)).
+        ValueError: the prompt is empty, or holds something that is not a token id (an int in [0, 2³¹)); or a value that
+            requests are ordered by can't be ordered.
     """
 
     __slots__ = (
@@ -64,6 +66,7 @@ class Request:
         "block_ids",
         "cache_salt",
         "error",
+        "extra_keys",
         "finished_time",
         "first_scheduled_time",
         "first_token_time",
@@ -100,13 +103,19 @@ class Request:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"request {request_id!r}: priority must be an integer, got {priority!r}")
+        if arrival_time is not None and not math.isfinite(arrival_time):
+            raise ValueError(f"request {request_id!r}: arrival_time must be a finite number, got {arrival_time!r}")
         self.request_id = request_id
         self.prompt_token_ids: list[int] = _checked_token_ids(request_id, prompt_token_ids)
         self.output_token_ids: list[int] = []
         self.all_token_ids: list[int] = self.prompt_token_ids.copy()
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.priority = priority  # a smaller number goes first
-        self.cache_salt = cache_salt  # only requests with the same salt share cached blocks
+        self.cache_salt = cache_salt
+        # What must be equal, besides the tokens, for two requests to share blocks: (kind, value) pairs.
+        self.extra_keys: tuple[tuple[str, str], ...] = () if cache_salt is None else (("cache_salt", cache_salt),)
 
         # What the scheduler reads of the sampling parameters, once instead of at every token.
         self.sampling_params = sampling_params
@@ -154,11 +163,6 @@ class Request:
     @property
     def finish_reason(self) -> str | None:
         return self.status.finish_reason
-
-    @property
-    def extra_keys(self) -> tuple[tuple[str, str], ...]:
-        """What must be equal, besides the tokens, for two requests to share blocks; each key tagged with its kind."""
-        return () if self.cache_salt is None else (("cache_salt", self.cache_salt),)
 
     def append_output_token_id(self, token_id: int) -> None:
         self.output_token_ids.append(token_id)

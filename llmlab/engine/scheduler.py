@@ -3,6 +3,7 @@
 One rule, no phases: every request has ``num_tokens`` and ``num_computed_tokens``, and a step lets the second chase the
 first within four limits: ``max_num_seqs``, ``max_num_batched_tokens``, ``max_model_len`` and free KV blocks.
 A long prompt is so computed in chunks, beside the others' decodes. Follows ``vllm/v1/core/sched/scheduler.py``.
+``max_model_len`` needs no care inside a step: ``add_request`` and ``check_stop`` keep every request shorter than it.
 
 Progress is a theorem: while a request is unfinished, ``schedule()`` gives at least one token to one of them. Of two
 requests, the one with the better place (earlier, or of better priority) is never preempted for the other; so the best
@@ -14,21 +15,22 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
 
 from llmlab.config import CacheConfig, SchedulerConfig
-from llmlab.engine.kv_cache import KVCacheManager, PrefixCacheStats
+from llmlab.engine.kv_cache import KVCacheManager
 from llmlab.engine.plan import SchedulerOutput, StepPlan
 from llmlab.engine.request import Request, RequestStatus, check_stop
 from llmlab.engine.request_queue import FCFSRequestQueue, PriorityRequestQueue
-from llmlab.engine.stats import EngineStats, StepStats
+from llmlab.engine.stats import EngineStats, TokenLatencies
 
 RUNNING = RequestStatus.RUNNING
 
 
 class Scheduler:
-    """Holds every unfinished request and plans the steps: ``schedule()``, run it, ``update_from_output()``, again."""
+    """Holds every unfinished request and plans the steps: ``schedule()``, run it, ``update_from_output()``, again.
+
+    Raises ValueError if requests are to be swapped and there is nowhere to swap to.
+    """
 
     def __init__(
         self,
@@ -38,6 +40,8 @@ class Scheduler:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if scheduler_config.preemption_mode == "swap" and cache_config.num_host_blocks == 0:
+            raise ValueError("preemption_mode='swap' needs host memory: num_host_blocks must be at least 1, got 0")
         self.config = scheduler_config
         self.kv_cache_manager = KVCacheManager(cache_config)
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -51,8 +55,6 @@ class Scheduler:
         self._step = 0
         self._sequence_numbers = itertools.count()
         self._finished_req_ids: list[str] = []
-        self._num_finished = 0  # since the last record of the statistics
-        self._stats_before = PrefixCacheStats()
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
@@ -213,17 +215,15 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         """Admit from the head of the queue until something does not fit; nobody overtakes the head."""
-        config, manager, threshold = self.config, self.kv_cache_manager, self.config.long_prefill_token_threshold
+        config, manager = self.config, self.kv_cache_manager
         while self.waiting and plan.budget > 0 and len(self.running) < config.max_num_seqs:
             request = self.waiting.peek()
             hits = manager.get_computed_blocks(request)
-            swapped = bool(request.host_block_ids)
-            if swapped:  # its own copy reaches as far as it had computed; only whole blocks of that can be shared
+            if request.host_block_ids:  # its own copy reaches exactly this far; whole blocks of it may be shared
                 hits = hits[: request.num_computed_tokens // manager.block_size]
-            num_hit_tokens = len(hits) * manager.block_size
-            num_new = request.num_tokens - max(request.num_computed_tokens, num_hit_tokens)
-            if 0 < threshold < num_new:
-                num_new = threshold
+            num_new = request.num_tokens - max(request.num_computed_tokens, len(hits) * manager.block_size)
+            if 0 < config.long_prefill_token_threshold < num_new:
+                num_new = config.long_prefill_token_threshold
             if num_new > plan.budget:
                 if not config.enable_chunked_prefill:
                     break
@@ -231,31 +231,27 @@ class Scheduler:
             num_reserved = request.num_tokens if config.reserve_full_prompt else 0
             if not manager.allocate_slots(request, num_new, hits, num_reserved):
                 break
-            self.waiting.pop()
-            if swapped:
-                plan.swap_in += manager.swap_in(request, len(hits))
-            else:
-                request.num_computed_tokens = num_hit_tokens
-            self._count_admission(request, num_hit_tokens, plan)
-            request.status = RUNNING
-            self.running.append(request)
+            self._admit(self.waiting.pop(), len(hits), plan)
             plan.add(request, num_new)
 
-    def _count_admission(self, request: Request, num_hit_tokens: int, plan: StepPlan) -> None:
-        looked_up = self.kv_cache_manager.enable_prefix_caching and not request.skip_reading_prefix_cache
-        num_queried_tokens = request.num_tokens if looked_up else 0
-        stats = self.kv_cache_manager.prefix_cache_stats
-        if request.status is RequestStatus.WAITING:
-            stats.queries += num_queried_tokens
-            stats.hits += num_hit_tokens
+    def _admit(self, request: Request, num_hits: int, plan: StepPlan) -> None:
+        """The head of the queue has got its blocks: it runs from now on."""
+        manager = self.kv_cache_manager
+        num_hit_tokens = num_hits * manager.block_size
+        if request.host_block_ids:
+            plan.swap_in += manager.swap_in(request, num_hits)
+        else:
+            request.num_computed_tokens = num_hit_tokens
+        resumed = request.status is RequestStatus.PREEMPTED
+        if not resumed:
             request.num_cached_tokens = num_hit_tokens
             request.first_scheduled_time = self.clock()
-            plan.new.append(request.request_id)
-        else:
-            stats.resumed_queries += num_queried_tokens
-            stats.resumed_hits += num_hit_tokens
-            plan.resumed.append(request.request_id)
+        (plan.resumed if resumed else plan.new).append(request.request_id)
         plan.num_cached_tokens[request.request_id] = num_hit_tokens
+        looked_up = manager.enable_prefix_caching and not request.skip_reading_prefix_cache
+        self.stats.count_admission(request.num_tokens if looked_up else 0, num_hit_tokens, resumed)
+        request.status = RUNNING
+        self.running.append(request)
 
     # ---- after the step -------------------------------------------------------------------------------------------
 
@@ -266,47 +262,22 @@ class Scheduler:
 
         Samples of partial prefills, and of requests that ended while the step ran, are discarded.
         """
-        now, requests, max_num_tokens, eos = self.clock(), self.requests, self.max_num_tokens, self.eos_token_ids
-        usage, num_running = self.kv_cache_manager.usage, len(self.running)
-        num_generated, num_first, sum_ttft, sum_itl, max_itl = 0, 0, 0.0, 0.0, 0.0
+        latencies = TokenLatencies(self.clock())
+        num_running, usage = len(self.running), self.kv_cache_manager.usage
         finished: list[Request] = []
         for request_id, token_id in sampled_token_ids.items():
-            request = requests.get(request_id)
-            if request is None or request.status is not RUNNING:
+            request = self.requests.get(request_id)
+            if request is None or request.status is not RUNNING or request.num_computed_tokens < request.num_tokens:
                 continue
-            if request.num_computed_tokens < len(request.all_token_ids):
-                continue
-            request.output_token_ids.append(token_id)
-            request.all_token_ids.append(token_id)
-            num_generated += 1
-            before = request.last_token_time
-            if before is None:
-                request.first_token_time = now
-                num_first += 1
-                sum_ttft += now - request.arrival_time
-            else:
-                itl = now - before
-                sum_itl += itl
-                if itl > max_itl:
-                    max_itl = itl
-            request.last_token_time = now
-            if check_stop(request, max_num_tokens, eos):
+            request.append_output_token_id(token_id)
+            latencies.add(request)
+            if check_stop(request, self.max_num_tokens, self.eos_token_ids):
                 finished.append(request)
         if finished:
             self.running = [request for request in self.running if request.status is RUNNING]
             for request in finished:
                 self._forget(request)
-        num_later = num_generated - num_first
-        self._record(
-            scheduler_output,
-            time=now,
-            num_running=num_running,
-            num_generated_tokens=num_generated,
-            kv_cache_usage=usage,
-            ttft=sum_ttft / num_first if num_first else None,
-            itl_mean=sum_itl / num_later if num_later else None,
-            itl_max=max_itl if num_later else None,
-        )
+        self.stats.record(scheduler_output, latencies.now, num_running, len(self.waiting), usage, latencies)
         return finished
 
     def fail_step(self, scheduler_output: SchedulerOutput, error: str) -> list[Request]:
@@ -340,25 +311,4 @@ class Scheduler:
         request.finished_time = self.clock()
         del self.requests[request.request_id]
         self._finished_req_ids.append(request.request_id)
-        self._num_finished += 1
-
-    def _record(self, output: SchedulerOutput, **measured: Any) -> None:
-        now, before = self.kv_cache_manager.prefix_cache_stats, self._stats_before
-        self.stats.append(
-            StepStats(
-                step=output.step,
-                num_waiting=len(self.waiting),
-                num_scheduled_tokens=output.total_num_scheduled_tokens,
-                num_recomputed_tokens=output.num_recomputed_tokens,
-                num_preemptions=len(output.preempted_req_ids),
-                num_swapped_blocks=len(output.swap_out) + len(output.swap_in),
-                num_finished=self._num_finished,
-                prefix_cache_queries=now.queries - before.queries,
-                prefix_cache_hits=now.hits - before.hits,
-                resumed_cache_queries=now.resumed_queries - before.resumed_queries,
-                resumed_cache_hits=now.resumed_hits - before.resumed_hits,
-                **measured,
-            )
-        )
-        self._num_finished = 0
-        self._stats_before = replace(now)
+        self.stats.count_finished()
