@@ -73,6 +73,8 @@ def resolve_model(name_or_path: str | Path, progress: bool = True) -> Path:
     FileNotFoundError: a directory without a model, or a hub id that could not be had, saying what was tried.
     """
     name = os.fspath(name_or_path)
+    if not name:
+        raise ValueError("the model's name is empty: give a local directory, a known name or a hub id 'org/name'")
     path = Path(name).expanduser()
     if (path / "config.json").is_file():
         return path
