@@ -1,0 +1,345 @@
+"""``LLM``: vLLM's offline class. A vLLM script runs here by changing its import line."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from llmlab import ops
+from llmlab.config import CacheConfig, ModelConfig, SchedulerConfig
+from llmlab.engine.engine import LLMEngine, Prompt
+from llmlab.engine.outputs import RequestOutput
+from llmlab.engine.runner import Runner
+from llmlab.engine.scheduler import Scheduler
+from llmlab.hub import resolve_model
+from llmlab.model.llama import LlamaForCausalLM
+from llmlab.model.weights import load_weights
+from llmlab.sampling.params import SamplingParams
+from llmlab.sampling.sampler import Sampler
+from llmlab.tokenizer import Tokenizer
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPE_ALIASES = {"float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_FREE_MEMORY_SHARE = {"cuda": 0.9, "cpu": 0.25}
+
+
+class LLM:
+    """A model, its tokenizer and an engine, for offline use.
+
+    Args:
+        model: a local Hugging Face directory, a name that ``llmlab fetch`` knows, or a hub id.
+        tokenizer: a directory or a tokenizer object; None for the model's own.
+        dtype: "auto" (as stored), "float32", "float16" or "bfloat16"; weights and KV cache.
+        device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:0" …
+        backend: "torch" (on a CPU: the fast twins), "triton" (on a CPU: interpreted, for correctness), "reference" (plain
+            torch everywhere); "auto" is Triton on a GPU and torch on a CPU.
+        seed: from which the seeds of requests without one are derived; None for fresh entropy.
+        block_size: tokens in a KV block.
+        num_kv_blocks, kv_cache_memory_bytes: size of the KV cache, as one or the other; None for what the longest allowed
+            batch could use, within a quarter of the free memory (nine tenths on a GPU).
+        max_model_len: longest sequence, prompt and output together; None for the model's own.
+        max_num_seqs, max_num_batched_tokens: limits of one step.
+        long_prefill_token_threshold: longest prefill chunk in one step; 0 for no limit but the token budget.
+        scheduling_policy: "fcfs" or "priority". preemption_mode: "recompute" or "swap" (to ``num_host_blocks`` host blocks,
+            as many as the device has by default).
+        tensor_parallel_size: only 1 so far.
+        enforce_eager: accepted for vLLM's sake; nothing is captured in graphs yet.
+
+    Raises:
+        FileNotFoundError: the model, or a file of it, does not exist.
+        ValueError: an argument is out of its limits, or the model needs what is not implemented.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: Any = None,
+        dtype: str | torch.dtype = "auto",
+        device: str = "auto",
+        backend: str = "auto",
+        seed: int | None = 0,
+        block_size: int = 16,
+        num_kv_blocks: int | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int | None = None,
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        long_prefill_token_threshold: int = 0,
+        scheduling_policy: str = "fcfs",
+        preemption_mode: str = "recompute",
+        num_host_blocks: int | None = None,
+        reserve_full_prompt: bool = False,
+        logprobs_mode: str = "raw_logprobs",
+        tensor_parallel_size: int = 1,
+        enforce_eager: bool = False,
+    ):
+        if tensor_parallel_size != 1:
+            raise ValueError(f"tensor_parallel_size must be 1, got {tensor_parallel_size}: more is not implemented yet")
+        path = resolve_model(model)
+        config = ModelConfig.from_pretrained(path)
+        torch_device = _device(device)
+        torch_dtype = _dtype(config.dtype if dtype == "auto" else dtype)
+        if backend == "auto":
+            backend = "triton" if torch_device.type == "cuda" else "torch"
+        max_model_len = _max_model_len(config, max_model_len)
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = 2048 if enable_chunked_prefill else max(2048, max_model_len)
+        scheduler_config = SchedulerConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_chunked_prefill=enable_chunked_prefill,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            policy=scheduling_policy,
+            preemption_mode=preemption_mode,
+            reserve_full_prompt=reserve_full_prompt,
+        )
+        self.tokenizer = Tokenizer.load(path if tokenizer is None else tokenizer)
+        weights = load_weights(path, config, torch_dtype, torch_device)
+        self.model = LlamaForCausalLM(config, weights, ops.bind(backend, torch_device), max_model_len)
+        num_blocks = _num_kv_blocks(
+            config,
+            torch_dtype,
+            torch_device,
+            block_size,
+            num_kv_blocks,
+            kv_cache_memory_bytes,
+            max_num_seqs,
+            max_model_len,
+        )
+        if num_host_blocks is None:
+            num_host_blocks = num_blocks if preemption_mode == "swap" else 0
+        cache_config = CacheConfig(num_blocks, block_size, enable_prefix_caching, num_host_blocks)
+        eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
+        self.config = config
+        self.engine = LLMEngine(
+            Runner(self.model, cache_config, torch_dtype),
+            Scheduler(scheduler_config, cache_config, eos_token_ids),
+            Sampler(
+                config.vocab_size,
+                eos_token_ids,
+                self.tokenizer,
+                ops=self.model.ops,
+                logprobs_mode=logprobs_mode,
+                seed=seed,
+            ),
+            self.tokenizer,
+        )
+        self._request_counter = itertools.count()
+
+    # ---- vLLM's methods -------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Outputs of all prompts, in their order.
+
+        Args:
+            prompts: text, token ids, or ``{"prompt": …}`` / ``{"prompt_token_ids": …}``; one or a list.
+            sampling_params: one for all, or one each; None for the model's generation defaults.
+            priority: one each, lower is sooner; used by the "priority" policy.
+
+        Raises:
+            ValueError: as :meth:`LLMEngine.add_request`, for the first bad prompt; then none of them is run.
+        """
+        prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        for name, values in (("sampling_params", sampling_params), ("priority", priority)):
+            if values is not None and len(values) != len(prompts):
+                raise ValueError(f"{len(values)} {name} for {len(prompts)} prompts")
+        request_ids: list[str] = []
+        try:
+            for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+                request_id = str(next(self._request_counter))
+                self.engine.add_request(request_id, prompt, params, priority=0 if priority is None else priority[i])
+                request_ids.append(request_id)
+            return self._run(request_ids, use_tqdm)
+        except BaseException:
+            self.engine.discard_request(request_ids)
+            raise
+
+    def chat(
+        self,
+        messages: list[dict[str, str]] | list[list[dict[str, str]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation, or to a list of them, through the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts: list[Prompt] = []
+        for conversation in conversations:
+            text = self.tokenizer.render_chat(conversation, chat_template, add_generation_prompt)
+            # The template has written the special tokens; encode must not add a second BOS.
+            prompts.append({"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)})
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """The output of one prompt as it grows, in pieces that never end inside a character or a stop string.
+
+        Closing the iterator early aborts the request.
+        """
+        params = self.get_default_sampling_params() if params is None else params
+        if params.n != 1:
+            raise ValueError(f"stream needs n=1, got {params.n}")
+        request_id = f"stream-{next(self._request_counter)}"
+        self.engine.add_request(request_id, prompt, params)
+        return self._stream(request_id)
+
+    def _stream(self, request_id: str) -> Iterator[str]:
+        shown, finished = 0, False
+        try:
+            while not finished:
+                for output in self.engine.step():
+                    if output.request_id == request_id:
+                        text, finished = output.outputs[0].text, output.finished
+                        if output.error:
+                            raise RuntimeError(output.error)
+                        if len(text) > shown:
+                            yield text[shown:]
+                            shown = len(text)
+        finally:
+            if not finished:
+                self.engine.discard_request(request_id)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's ``generation_config.json`` recommends, over vLLM's defaults."""
+        return SamplingParams(**self.tokenizer.default_sampling_params)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing changed, while a request is running."""
+        return self.engine.scheduler.kv_cache_manager.reset_prefix_cache()
+
+    # ---- for the notebooks ----------------------------------------------------------------------------------------
+
+    def forward_logits(self, token_ids: list[int]) -> Tensor:
+        """Logits ``[num_tokens, vocab_size]`` float32 at every position of one sequence, from one forward pass."""
+        _, token_ids, _ = self.engine._tokenize(list(token_ids))
+        if len(token_ids) > self.engine.scheduler.config.max_model_len:
+            raise ValueError(
+                f"{len(token_ids)} tokens are more than max_model_len={self.engine.scheduler.config.max_model_len}"
+            )
+        return self.engine.runner.forward_logits(token_ids)
+
+    # ---- inside ---------------------------------------------------------------------------------------------------
+
+    def _run(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        wanted = set(request_ids)
+        tokens = {"in": 0, "out": 0}
+        with tqdm(total=len(wanted), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            while len(done) < len(wanted):
+                for output in self.engine.step():
+                    if output.finished and output.request_id in wanted:
+                        done[output.request_id] = output
+                        tokens["in"] += len(output.prompt_token_ids)
+                        tokens["out"] += sum(len(o.token_ids) for o in output.outputs)
+                        elapsed = max(bar.format_dict["elapsed"], 1e-9)
+                        speed = {key: f"{value / elapsed:.1f} tok/s" for key, value in tokens.items()}
+                        bar.set_postfix({"input": speed["in"], "output": speed["out"]}, refresh=False)
+                        bar.update(1)
+        return [done[request_id] for request_id in request_ids]
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    if isinstance(prompts, (str, dict)):
+        return True
+    return bool(prompts) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompts)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device {device!r}: {error}") from error
+    if found.type not in _FREE_MEMORY_SHARE:
+        raise ValueError(f"device must be one of {', '.join(_FREE_MEMORY_SHARE)}, got {device!r}")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r} was asked for, but torch finds no CUDA device")
+    return found
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    name = str(dtype).removeprefix("torch.")
+    name = _DTYPE_ALIASES.get(name, name)
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
+    return DTYPES[name]
+
+
+def _max_model_len(config: ModelConfig, wanted: int | None) -> int:
+    """The model's own limit, or what was asked for if rope scaling reaches that far."""
+    limit = config.max_position_embeddings
+    if wanted is None:
+        return limit
+    if config.rope.rope_type in ("linear", "dynamic"):
+        limit = int(limit * config.rope.parameters["factor"])
+    elif config.rope.rope_type == "yarn" and config.rope.parameters.get("factor"):
+        limit = max(
+            limit, int(config.rope.parameters["original_max_position_embeddings"] * config.rope.parameters["factor"])
+        )
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or not 1 <= wanted <= limit:
+        raise ValueError(f"max_model_len must be an integer in [1, {limit}] (the model's positions), got {wanted!r}")
+    return wanted
+
+
+def _num_kv_blocks(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_size: int,
+    num_kv_blocks: int | None,
+    kv_cache_memory_bytes: int | None,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> int:
+    if num_kv_blocks is not None and kv_cache_memory_bytes is not None:
+        raise ValueError("give num_kv_blocks or kv_cache_memory_bytes, not both")
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+        raise ValueError(f"block_size must be an integer of at least 1, got {block_size!r}")
+    block_bytes = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if num_kv_blocks is not None:
+        if isinstance(num_kv_blocks, bool) or not isinstance(num_kv_blocks, int) or num_kv_blocks < 1:
+            raise ValueError(f"num_kv_blocks must be an integer of at least 1, got {num_kv_blocks!r}")
+        wanted = num_kv_blocks * block_bytes
+        if wanted > free:
+            raise ValueError(f"num_kv_blocks={num_kv_blocks} needs {wanted:,} bytes; {free:,} are free")
+        return num_kv_blocks
+    if kv_cache_memory_bytes is not None:
+        if not block_bytes <= kv_cache_memory_bytes <= free:
+            raise ValueError(
+                f"kv_cache_memory_bytes={kv_cache_memory_bytes:,} must be at least one block ({block_bytes:,} bytes) "
+                f"and at most the free memory ({free:,} bytes)"
+            )
+        return int(kv_cache_memory_bytes) // block_bytes
+    useful = max_num_seqs * -(-max_model_len // block_size)
+    affordable = int(free * _FREE_MEMORY_SHARE[device.type]) // block_bytes
+    if affordable < 1:
+        raise ValueError(f"no memory for a KV cache: a block needs {block_bytes:,} bytes, {free:,} are free")
+    return min(useful, affordable)
