@@ -13,6 +13,15 @@ from llmlab.ops.mlp import silu_and_mul
 from llmlab.ops.norm import fused_add_rms_norm, rms_norm
 from llmlab.ops.registry import BACKENDS, Cost, Op, OpSet, op, record_ops
 from llmlab.ops.rope import rotary_embedding
+from llmlab.ops.sampling import (
+    apply_min_p,
+    apply_penalties,
+    apply_temperature,
+    apply_top_k_top_p,
+    greedy_argmax,
+    gumbel_argmax,
+    top_n_logprobs,
+)
 
 ALL: dict[str, Op] = {name: value for name, value in globals().copy().items() if isinstance(value, Op)}
 
