@@ -132,10 +132,10 @@ def _packages() -> list[Finding]:
 
 
 def _models() -> list[Finding]:
-    from llmlab.hub import known_models, models_dir, tiny_model_dir
+    from llmlab.hub import PACKAGED_MODELS, models_dir, tiny_model_dir
 
     found = [_model("tiny", tiny_model_dir(), "committed with the project; tests and interpreter runs use it")]
-    for name in known_models():
+    for name in PACKAGED_MODELS:
         found.append(_model(name, models_dir() / name, f"if absent: llmlab fetch {name}"))
     return found
 

@@ -187,12 +187,15 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers to one conversation, or to a list of them, through the model's chat template."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts: list[Prompt] = []
-        for conversation in conversations:
-            text = self.tokenizer.render_chat(conversation, chat_template, add_generation_prompt)
-            # The template has written the special tokens; encode must not add a second BOS.
-            prompts.append({"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)})
+        prompts: list[Prompt] = [self.chat_prompt(c, chat_template, add_generation_prompt) for c in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def chat_prompt(
+        self, messages: list[dict[str, str]], chat_template: str | None = None, add_generation_prompt: bool = True
+    ) -> dict[str, Any]:
+        """A conversation as a prompt: its rendered text and token ids, with the template's special tokens and no others."""
+        text = self.tokenizer.render_chat(messages, chat_template, add_generation_prompt)
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """The output of one prompt as it grows, in pieces that never end inside a character or a stop string.
