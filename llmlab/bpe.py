@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import os
 import re
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -150,8 +151,8 @@ class Tokenizer:
     `vocab`: byte string → id. `merges`: pair of ids → (rank, id of the merged token), the lowest rank merged first.
     `ignore_merges` (Llama 3): a piece that is itself in the vocabulary becomes that one token, whatever the merges say.
     `prefix_ids`, `suffix_ids`: what `encode(..., add_special_tokens=True)` puts round the text, such as a BOS.
-    `unk_id`: stands for bytes without a token of their own; without it such bytes are dropped, as in tokenizers
-    (and `missing_bytes` says which they are: no byte is missing in a vocabulary that `train` made).
+    `unk_id`: stands for bytes without a token of their own; without it `encode` drops such bytes, as tokenizers does,
+    but warns. A vocabulary that `train` made has all bytes; some published ones lack a few control characters.
     """
 
     def __init__(
@@ -177,7 +178,9 @@ class Tokenizer:
         self.suffix_ids = list(suffix_ids)
         self.unk_id = unk_id
         self._token_bytes = {i: token for token, i in self.vocab.items()}
-        self._token_bytes |= {token.id: token.content.encode() for token in added_tokens}
+        for token in added_tokens:
+            content = self.normalizer(token.content) if token.normalized else token.content
+            self._token_bytes[token.id] = content.encode()
         self._byte_ids = [self.vocab.get(bytes([byte]), unk_id) for byte in range(256)]
         self._cache: dict[str, list[int]] = {}
 
@@ -233,11 +236,6 @@ class Tokenizer:
         """Text → id of the special tokens."""
         return {token.content: token.id for token in self.added_tokens.values() if token.special}
 
-    @property
-    def missing_bytes(self) -> list[int]:
-        """Bytes that have no token of their own."""
-        return [byte for byte in range(256) if bytes([byte]) not in self.vocab]
-
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for. ValueError if there is no such token."""
         try:
@@ -282,7 +280,11 @@ class Tokenizer:
         if self.ignore_merges and raw in self.vocab:
             ids = [self.vocab[raw]]
         else:
-            ids = self._apply_merges([i for byte in raw if (i := self._byte_ids[byte]) is not None])
+            known = [i for byte in raw if (i := self._byte_ids[byte]) is not None]
+            if len(known) < len(raw):
+                lost = [f"{byte:#04x}" for byte in raw if self._byte_ids[byte] is None]
+                warnings.warn(f"the vocabulary has no token for the bytes {lost} of {piece!r}: they are dropped")
+            ids = self._apply_merges(known)
         if len(piece) <= CACHED_PIECE_LENGTH and len(self._cache) < CACHED_PIECES:
             self._cache[piece] = ids
         return ids

@@ -10,7 +10,6 @@ import base64
 import binascii
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,6 @@ from llmlab.pretokenize import Normalizer, PreTokenizer, byte_alphabet
 
 if TYPE_CHECKING:
     from llmlab.bpe import Tokenizer
-
-NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
 
 
 def read(
@@ -43,10 +40,6 @@ def read(
             tokenizer = _from_ranks(cls, data, pattern, special_tokens or {})
         except ValueError as error:
             raise ValueError(f"{path} can't be read as a tiktoken rank file: {error}") from error
-    lost = [byte for byte in tokenizer.missing_bytes if byte not in NEVER_IN_UTF8]
-    if lost:
-        fate = "is dropped" if tokenizer.unk_id is None else f"becomes token {tokenizer.unk_id}"
-        warnings.warn(f"{path}: {len(lost)} bytes have no token, such as {lost[0]:#04x}; text with them {fate}")
     return tokenizer
 
 

@@ -419,20 +419,36 @@ def test_decode_can_skip_special_tokens(trained):
 
 
 def test_missing_bytes_are_lost_as_in_hf_but_not_silently(tmp_path):
-    """A vocabulary trained without the full byte alphabet: tokenizers drops what it can't spell, and so do we, warning."""
+    """A vocabulary trained without the full byte alphabet: tokenizers drops what it can't spell; so do we, and warn."""
     config = toy_json()
     del config["model"]["vocab"][byte_alphabet()[0xC3]]
-    with pytest.warns(UserWarning, match="0xc3"):
-        ours = load(config, tmp_path)
-    hf = tokenizers.Tokenizer.from_str(json.dumps(config))
+    ours, hf = load(config, tmp_path), tokenizers.Tokenizer.from_str(json.dumps(config))
     for s in ("é", "bÃc", "aÃbÃcé"):
-        assert ours.encode(s) == hf.encode(s).ids
+        with pytest.warns(UserWarning, match="0xc3"):
+            assert ours.encode(s) == hf.encode(s).ids
     config["model"]["unk_token"] = "a"
-    with pytest.warns(UserWarning, match="becomes token"):
-        ours = load(config, tmp_path)
-    hf = tokenizers.Tokenizer.from_str(json.dumps(config))
+    ours, hf = load(config, tmp_path), tokenizers.Tokenizer.from_str(json.dumps(config))
     for s in ("é", "bÃc", "aÃbÃcé", "ÃÃ"):
         assert ours.encode(s) == hf.encode(s).ids
+    ours.save(tmp_path / "saved.json")
+    assert Tokenizer.from_file(tmp_path / "saved.json").encode("aÃbÃcé") == hf.encode("aÃbÃcé").ids
+
+
+@pytest.mark.model
+@pytest.mark.filterwarnings("ignore:the vocabulary has no token")
+def test_the_default_model_s_tokenizer_equals_hf(default_model, text):
+    path = default_model / "tokenizer.json"
+    ours, hf = Tokenizer.from_file(path), tokenizers.Tokenizer.from_file(str(path))
+
+    @bounded
+    @given(TEXT)
+    def check(s: str) -> None:
+        assert ours.encode(s) == plain_ids(hf, s)
+        assert ours.encode(s + "<|im_end|>", allowed_special="all") == special_ids(hf, s + "<|im_end|>")
+
+    check()
+    assert ours.encode(text) == plain_ids(hf, text)
+    assert ours.decode(ours.encode(text)) == hf.decode(plain_ids(hf, text))
 
 
 @pytest.mark.parametrize(
