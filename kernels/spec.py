@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from triton.runtime.jit import JITFunction
-
 from llmlab.kernels.launch import Launch, recording
+from triton.runtime.jit import JITFunction
 
 ALIGNMENT = 16  # bytes for pointers, multiples for integers: what Triton's JIT specialises on
 

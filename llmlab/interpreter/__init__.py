@@ -1,29 +1,111 @@
-"""Runs an unmodified ``@triton.jit`` kernel on CPU tensors, checked where asked (first version: the inside is being replaced)."""
+"""Run an unmodified ``@triton.jit`` kernel on CPU tensors, and prove it there.
+
+Triton's own interpreter wants ``TRITON_INTERPRET=1`` for the whole process (which then cannot compile), computes bfloat16 wrongly
+and sees no access out of bounds and no race. This one needs no environment variable and patches nothing, so that one process can
+interpret a kernel, compile it ahead of time and interpret it again; it is exact in bfloat16; and it checks what it runs::
+
+    from llmlab.interpreter import Checks, checked, run
+
+    run(kernel, (4,), x, y, out, 100, BLOCK=32)                   # fast, nothing checked
+    findings = run(kernel, (4,), x, y, out, 100, BLOCK=32, checks=Checks())
+
+    with checked() as findings:                                   # every kernel that a launcher runs on CPU tensors
+        out = rms_norm(x, weight, 1e-6)
+    assert not findings, "\\n".join(map(str, findings))
+
+    with checked(raise_on_findings=True):                         # KernelFindings at the end of the first bad run
+        ...
+
+A ``Finding`` names its kind (``KINDS`` lists them), the line of the kernel's source, the program and what happened.
+
+How it works: the kernel's syntax tree is rewritten so that every operation calls a run-time object (``translate``, ``runtime``);
+types follow the installed Triton's own front end, whose decisions are remembered (``semantic``, ``trace``); values are numpy
+arrays (``builder``); pointers know the tensor they came from (``memory``). Programs run one after the other.
+
+What it does not see: the compiler. Its shared-memory pipelines and barriers, its approximate instructions (``ex2.approx``, the
+contraction of a*b+c) and its order of summation are its own; compile every kernel too (``llmlab.measure.static_report``) and give
+comparisons a tolerance. A program that waits for a later one never ends (``Checks.max_trips`` stops it). Inline assembly,
+``extern`` calls, ``dot_scaled``, block pointers and ``map_elementwise`` are refused.
+
+Threads: a run keeps its state to itself, so that several may go on at once, also one inside another; ``checked`` holds for the
+thread (or asyncio task) that opened it. Versions: see ``versions.SUPPORTED_TRITON``; another one raises UnsupportedTritonError.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
-_findings: ContextVar[list[str] | None] = ContextVar("llmlab_interpreter_findings", default=None)
+from llmlab.interpreter.checked_run import run_with_checks
+from llmlab.interpreter.checks import KINDS, Checks, Finding, KernelFindings
+from llmlab.interpreter.executor import KernelError, bind, normalise_grid, run_unchecked, unwrap_kernel
+from llmlab.interpreter.memory import MemoryAccessError
+from llmlab.interpreter.runtime import UnboundedLoopError
+from llmlab.interpreter.versions import SUPPORTED_TRITON, UnsupportedTritonError, require_supported_triton
+
+
+@dataclass(frozen=True)
+class _Session:
+    checks: Checks
+    findings: list[Finding]
+    raise_on_findings: bool
+
+
+_session: ContextVar[_Session | None] = ContextVar("llmlab_interpreter_session", default=None)
 
 
 @contextmanager
-def checked() -> Iterator[list[str]]:
-    """Inside the block every kernel run in the interpreter is checked; what is found is appended to the list given."""
-    findings: list[str] = []
-    token = _findings.set(findings)
+def checked(checks: Checks | None = None, *, raise_on_findings: bool = False) -> Iterator[list[Finding]]:
+    """Inside the block every kernel that this thread runs in the interpreter is checked (all checks by default).
+
+    Yields the list that findings are appended to. With ``raise_on_findings`` a run that finds something raises KernelFindings
+    when it ends. Blocks may be nested: the inner one holds.
+    """
+    session = _Session(Checks() if checks is None else checks, [], raise_on_findings)
+    token = _session.set(session)
     try:
-        yield findings
+        yield session.findings
     finally:
-        _findings.reset(token)
+        _session.reset(token)
 
 
-def run(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
-    """Run ``kernel`` over ``grid`` on CPU tensors."""
-    from llmlab.interpreter import _first
+def run(kernel: Any, grid: Any, *args: Any, checks: Checks | None = None, **kwargs: Any) -> list[Finding]:
+    """Run ``kernel`` over ``grid`` (a tuple, or a function of the arguments) on CPU tensors; they are changed in place.
 
-    findings = _findings.get()
-    found = _first.run(kernel, grid, *args, check=findings is not None, **kwargs)
-    if findings is not None:
-        findings.extend(found)
+    ``args`` and ``kwargs`` are those of ``kernel[grid](...)``; compile options among them (``num_warps``, ...) are accepted and
+    mean nothing here. ``checks`` defaults to those of the enclosing ``checked()``, and to none outside it. Returns the findings.
+
+    Raises ValueError for arguments that do not fit the kernel or lie on another device, KernelError (with the cause) when the
+    kernel itself fails, KernelFindings where ``checked(raise_on_findings=True)`` asks for it.
+    """
+    session = _session.get()
+    if checks is None:
+        checks = session.checks if session is not None else None
+    if checks is None:
+        run_unchecked(kernel, grid, args, kwargs)
+        return []
+    require_supported_triton()
+    plain, kwargs = unwrap_kernel(kernel, args, kwargs)
+    values = bind(plain, args, kwargs)
+    findings = run_with_checks(plain, normalise_grid(grid, values), values, checks)
+    if session is not None:
+        session.findings.extend(findings)
+        if session.raise_on_findings and findings:
+            raise KernelFindings(findings)
+    return findings
+
+
+__all__ = [
+    "KINDS",
+    "SUPPORTED_TRITON",
+    "Checks",
+    "Finding",
+    "KernelError",
+    "KernelFindings",
+    "MemoryAccessError",
+    "UnboundedLoopError",
+    "UnsupportedTritonError",
+    "checked",
+    "run",
+]
