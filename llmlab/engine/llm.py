@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from llmlab.model.llama import LlamaForCausalLM
 from llmlab.model.weights import load_weights
 from llmlab.sampling.params import SamplingParams
 from llmlab.sampling.sampler import Sampler
-from llmlab.tokenizer import Tokenizer
+from llmlab.tokenizer import NoTokenizer, Tokenizer, has_tokenizer
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DTYPE_ALIASES = {"float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -104,7 +105,7 @@ class LLM:
             preemption_mode=preemption_mode,
             reserve_full_prompt=reserve_full_prompt,
         )
-        self.tokenizer = Tokenizer.load(path if tokenizer is None else tokenizer)
+        self.tokenizer = _tokenizer(path, tokenizer)
         weights = load_weights(path, config, torch_dtype, torch_device)
         self.model = LlamaForCausalLM(config, weights, ops.bind(backend, torch_device), max_model_len)
         num_blocks = _num_kv_blocks(
@@ -194,8 +195,10 @@ class LLM:
         self, messages: list[dict[str, str]], chat_template: str | None = None, add_generation_prompt: bool = True
     ) -> dict[str, Any]:
         """A conversation as a prompt: its rendered text and token ids, with the template's special tokens and no others."""
-        text = self.tokenizer.render_chat(messages, chat_template, add_generation_prompt)
-        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+        return {
+            "prompt": self.tokenizer.render_chat(messages, chat_template, add_generation_prompt),
+            "prompt_token_ids": self.tokenizer.encode_chat(messages, chat_template, add_generation_prompt),
+        }
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """The output of one prompt as it grows, in pieces that never end inside a character or a stop string.
@@ -271,6 +274,18 @@ def _is_one_prompt(prompts: Any) -> bool:
     if isinstance(prompts, (str, dict)):
         return True
     return bool(prompts) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompts)
+
+
+def _tokenizer(path: Path, tokenizer: Any) -> Tokenizer:
+    """The tokenizer that was asked for, or the model's own; generation defaults and EOS ids are always the model's."""
+    if tokenizer is not None:
+        return Tokenizer.load(tokenizer, model_dir=path)
+    if not has_tokenizer(path):
+        warnings.warn(
+            f"{path} has no tokenizer: prompts must be token ids, and outputs will have no text", stacklevel=3
+        )
+        return NoTokenizer(path)
+    return Tokenizer.load(path)
 
 
 def _device(device: str | torch.device) -> torch.device:
