@@ -1,4 +1,5 @@
-"""What to compile ahead of time: each file of kernels exposes ``compile_cases() -> list[CompileCase]``, one for each shipped configuration.
+"""What to compile ahead of time: each file of kernels exposes ``compile_cases() -> list[CompileCase]``, one for each shipped
+configuration.
 
 The surest way to write a case is not to: ``capture("prefill_d128", lambda: paged_attention(*meta_tensors))`` runs the launcher
 on ``meta`` tensors of a real model's shapes and turns the launches it makes into cases, with the types, the constexprs, the
@@ -74,7 +75,8 @@ class CompileCase:
         if len(set(given)) != len(given) or set(given) != names:
             missing, unknown = sorted(names - set(given)), sorted(set(given) - names)
             raise ValueError(
-                f"case {self.name!r} of {self.kernel.__name__} must name every argument once: missing {missing}, unknown {unknown}"
+                f"case {self.name!r} of {self.kernel.__name__} must name every argument once: "
+                f"missing {missing}, unknown {unknown}"
             )
         strangers = sorted(set(self.divisible_by_16) - set(self.signature))
         if strangers:
@@ -118,7 +120,7 @@ def case_from_launch(
     constexprs: dict[str, Any] = {}
     divisible: list[str] = []
     for param in kernel.params:
-        value = values[param.name] if param.name in values else param.default
+        value = values.get(param.name, param.default)
         if param.is_constexpr:
             constexprs[param.name] = value
             continue

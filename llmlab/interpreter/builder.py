@@ -180,8 +180,11 @@ class NumpyBuilder(InterpreterBuilder):
     def create_masked_store(self, pointers: Handle, value: Handle, mask: Handle | None, *_: Any) -> None:
         scatter(resolve(pointers, None if mask is None else mask.data, "store"), pointers.dtype.element_ty, value.data)
 
-    create_atomic_load = lambda self, pointers, mask, *_: self.create_masked_load(pointers, mask, None)
-    create_atomic_store = lambda self, pointers, value, mask, *_: self.create_masked_store(pointers, value, mask)
+    def create_atomic_load(self, pointers: Handle, mask: Handle, *_: Any) -> Handle:
+        return self.create_masked_load(pointers, mask, None)
+
+    def create_atomic_store(self, pointers: Handle, value: Handle, mask: Handle, *_: Any) -> None:
+        self.create_masked_store(pointers, value, mask)
 
     def create_atomic_rmw(self, op: Any, pointers: Handle, value: Handle, mask: Handle, *_: Any) -> Handle:
         return self._read_modify_write(pointers, mask.data, _ATOMIC[op], value)

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.jit import ConstexprFunction, JITFunction, get_jit_fn_file_line
+from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from llmlab.interpreter import reduction, trace
 from llmlab.interpreter.builder import Handle, NumpyBuilder
 from llmlab.interpreter.memory import REGISTER_TYPE
 from llmlab.interpreter.semantic import Semantic, Tensor
 from llmlab.interpreter.trace import own
-from llmlab.interpreter.translate import translate
+from llmlab.interpreter.translate import location, translate
 
 CoreTensor = tl.tensor
 _NOTHING: dict[str, Any] = {}
@@ -252,7 +252,7 @@ class Runtime:
     def jit(self, kernel: JITFunction) -> Callable[..., Any]:
         """The kernel as a function of this run, called with its arguments by position or name."""
         function = translate(kernel)(self)
-        self.files.add(get_jit_fn_file_line(kernel)[0])
+        self.files.add(location(kernel)[0])
         names, signature = kernel.arg_names, kernel.signature
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from triton.runtime.jit import JITFunction, get_jit_fn_file_line
+from triton.runtime.jit import JITFunction
 
 RUNTIME = "__rt"
 
@@ -39,7 +39,7 @@ class UntranslatableError(SyntaxError):
 @cache
 def translate(kernel: JITFunction) -> Callable[[Any], Callable[..., Any]]:
     """``factory(runtime) -> function``, the function taking the kernel's parameters by position."""
-    file, line = get_jit_fn_file_line(kernel)
+    file, line = location(kernel)
     tree = kernel.parse()
     definition = _Rewriter(file).visit(tree.body[0])
     closure = inspect.getclosurevars(kernel.fn).nonlocals
@@ -56,6 +56,12 @@ def translate(kernel: JITFunction) -> Callable[[Any], Callable[..., Any]]:
     exec(compile(module, file, "exec"), kernel.fn.__globals__, namespace)
     make = namespace["__factory"]
     return lambda runtime: make(runtime, *closure.values())
+
+
+def location(kernel: JITFunction) -> tuple[str, int]:
+    """(file, line of ``def``)."""
+    before = next(i for i, line in enumerate(kernel.raw_src) if line.lstrip().startswith("def "))
+    return kernel.fn.__code__.co_filename, kernel.starting_line_number + before
 
 
 def _arguments(names: list[str]) -> ast.arguments:
