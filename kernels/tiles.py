@@ -1,0 +1,41 @@
+"""What several launchers need to choose a tile or to refuse an input; plain Python, no kernel here."""
+
+import torch
+
+LOG2_E = 1.4426950408889634
+H200_SMS = 132  # assumed for ``meta`` tensors, which belong to no machine
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least ``n`` (and at least 1)."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    """``a / b`` rounded up."""
+    return -(-a // b)
+
+
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors (compute units) of ``device``: 1 on a CPU, where programs run one after another."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return H200_SMS if device.type == "meta" else 1
+
+
+def row_tile(row_length: int, target: int = 2048, max_row: int = 65536) -> tuple[int, int, int]:
+    """(rows, padded row length, warps) of a tile that holds whole rows of about ``target`` elements altogether.
+
+    Raises ValueError for a row that no program can hold.
+    """
+    block = next_power_of_2(row_length)
+    if row_length < 1 or block > max_row:
+        raise ValueError(f"a row of {row_length} elements: the kernel holds whole rows of 1 to {max_row}")
+    rows = max(1, target // block)
+    return rows, block, min(16, max(4, rows * block // 512))
+
+
+def require_unit_stride(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless the last dimension of ``tensor`` is contiguous."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: the last dimension must be contiguous, its stride is {tensor.stride(-1)}")
