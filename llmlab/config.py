@@ -93,6 +93,12 @@ class RopeConfig:
             return self.parameters["original_max_position_embeddings"]
         return None
 
+    def cache_tags(self, num_prompt_tokens: int) -> tuple[tuple[str, str], ...]:
+        """What must be equal, besides the tokens, for two prompts to have the same keys: the length they are rotated for."""
+        if self.length_threshold is None or num_prompt_tokens <= self.length_threshold:
+            return ()
+        return (("rope_length", str(num_prompt_tokens) if self.rope_type == "dynamic" else "long"),)
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -102,6 +102,7 @@ class LLMEngine:
                     arrival_time=arrival_time,
                     priority=priority,
                     cache_salt=cache_salt if prompt_salt is None else prompt_salt,
+                    cache_tags=self.runner.model.config.rope.cache_tags(len(token_ids)),
                 )
                 self.sampler.add_request(child)
                 self.scheduler.add_request(child)

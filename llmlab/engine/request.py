@@ -65,6 +65,7 @@ class Request:
         "block_hashes",
         "block_ids",
         "cache_salt",
+        "cache_tags",
         "error",
         "extra_keys",
         "finished_time",
@@ -102,6 +103,7 @@ class Request:
         arrival_time: float | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        cache_tags: tuple[tuple[str, str], ...] = (),
     ) -> None:
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ValueError(f"request {request_id!r}: priority must be an integer, got {priority!r}")
