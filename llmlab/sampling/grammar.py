@@ -1,0 +1,146 @@
+"""Structured output: at each step only the tokens that a grammar allows next.
+
+xgrammar (Dong et al. 2024, arXiv:2411.15100) compiles a JSON schema, a regular expression, a choice or an EBNF grammar
+against the vocabulary, and matches. It is an optional package, imported when the first request asks for it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from llmlab.sampling.json_schema import check_schema
+
+if TYPE_CHECKING:
+    from llmlab.sampling.params import StructuredOutputsParams
+    from llmlab.tokenizer import Tokenizer
+
+CACHE_LIMIT_BYTES = 256 * 2**20
+
+
+class Grammar:
+    """One request's matcher. It must see each kept token once, in order."""
+
+    def __init__(self, compiled: Any, stop_token_ids: Sequence[int]):
+        from xgrammar import GrammarMatcher
+
+        self._matcher = GrammarMatcher(compiled, override_stop_tokens=list(stop_token_ids))
+        self._stop_token_ids = list(stop_token_ids)
+
+    def fill(self, bitmask: Tensor, row: int) -> None:
+        """Write the tokens allowed next into a row of ``bitmask`` [rows, ceil(vocab_size / 32)] int32; at the end, EOS alone."""
+        if not self._matcher.is_terminated():
+            self._matcher.fill_next_token_bitmask(bitmask, row)
+            return
+        words = bitmask[row].zero_().numpy().view("uint32")
+        for token_id in self._stop_token_ids:
+            words[token_id // 32] |= 1 << token_id % 32
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by a token; False if the grammar does not allow it. After the end any stop token is fine."""
+        if self._matcher.is_terminated():
+            return token_id in self._stop_token_ids
+        return self._matcher.accept_token(token_id)
+
+
+class GrammarCompiler:
+    """Makes grammars for one vocabulary; what was compiled is kept, up to 256 MiB.
+
+    Raises:
+        ValueError: xgrammar is not installed, or there is no EOS token to end the output with.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Collection[int]):
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise ValueError("structured_outputs need the package xgrammar: pip install 'llmlab[grammar]'") from error
+        if tokenizer is None:
+            raise ValueError("structured_outputs need a tokenizer, and this sampler has none")
+        if not eos_token_ids:
+            raise ValueError("structured_outputs need an EOS token to end with, and the model names none")
+        self._eos_token_ids = sorted(eos_token_ids)
+        # A token without bytes is one that xgrammar never allows as text.
+        special = tokenizer.special_token_ids | set(eos_token_ids)
+        vocabulary = [b"" if t in special else tokenizer.token_bytes(t) for t in range(vocab_size)]
+        info = xgrammar.TokenizerInfo(vocabulary, vocab_size=vocab_size, stop_token_ids=self._eos_token_ids)
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_LIMIT_BYTES)
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        """A fresh matcher. ValueError for what can't be compiled, or would not be enforced."""
+        try:
+            if params.kind == "json":
+                compiled = self._json(_schema(params.json))
+            elif params.kind == "json_object":
+                compiled = self._json({"type": "object"})
+            elif params.kind == "regex":
+                compiled = self._compiler.compile_regex(params.regex)
+            elif params.kind == "choice":
+                compiled = self._compiler.compile_grammar(choice_grammar(params.choice))
+            else:
+                compiled = self._compiler.compile_grammar(params.grammar)
+        except RuntimeError as error:
+            reason = re.sub(r"^\[[\d:]+\] \S+: ", "", str(error)).strip()
+            raise ValueError(f"structured_outputs.{params.kind} can't be compiled: {reason}") from error
+        return Grammar(compiled, self._eos_token_ids)
+
+    def _json(self, schema: dict[str, Any]) -> Any:
+        return self._compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
+
+
+class GrammarMask:
+    """The bitmasks of a batch's grammars, applied as one edit of the logits."""
+
+    def __init__(self, grammars: Sequence[tuple[int, Grammar]], vocab_size: int):
+        from xgrammar import allocate_token_bitmask
+
+        self._grammars = grammars
+        self._rows = [row for row, _ in grammars]
+        self._bitmask = allocate_token_bitmask(len(grammars), vocab_size)
+
+    def update(self, requests: Sequence[Any], num_outputs: Any) -> bool:
+        for i, (_, grammar) in enumerate(self._grammars):
+            grammar.fill(self._bitmask, i)
+        return True
+
+    def apply(self, logits: Tensor) -> None:
+        """−inf for what no grammar allows, in place."""
+        if logits.device.type == "cpu":
+            from xgrammar import apply_token_bitmask_inplace
+
+            full = torch.full((logits.shape[0], self._bitmask.shape[1]), -1, dtype=torch.int32)
+            full[self._rows] = self._bitmask
+            apply_token_bitmask_inplace(logits, full)
+            return
+        bits = self._bitmask.to(logits.device)[:, :, None] >> torch.arange(32, device=logits.device)
+        allowed = (bits & 1).bool().flatten(1)[:, : logits.shape[1]]
+        logits[self._rows] = logits[self._rows].masked_fill(~allowed, float("-inf"))
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """An EBNF grammar whose language is exactly these strings."""
+    return "root ::= " + " | ".join('"' + "".join(map(_escaped, choice)) + '"' for choice in choices)
+
+
+def _escaped(char: str) -> str:
+    if char in '"\\':
+        return "\\" + char
+    return char if char.isprintable() else f"\\U{ord(char):08x}"
+
+
+def _schema(schema: str | dict[str, Any]) -> dict[str, Any]:
+    """The schema as a dict, after a check that all of it will be enforced."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise ValueError(f"structured_outputs.json is not JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise ValueError(f"structured_outputs.json must be a schema object, got {schema!r}")
+    check_schema(schema)
+    return schema
