@@ -16,6 +16,7 @@ end of a table, so nothing has to be pointed at.) Follows ``vllm/v1/core/block_p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 
 class Block:
@@ -182,7 +183,9 @@ class BlockPool:
 
     def check(self) -> None:
         """Walk everything and raise RuntimeError at the first broken invariant. For tests and for debugging: O(n)."""
-        forwards, backwards = list(self.free_queue), list(reversed(self.free_queue))
+        at_most = self.num_blocks + 1  # broken links may run in a circle
+        forwards = list(islice(self.free_queue, at_most))
+        backwards = list(islice(reversed(self.free_queue), at_most))
         published = {(b.block_hash, b.block_id) for b in self.blocks if b.block_hash is not None}
         indexed = {(h, i) for h, copies in self._index.items() for i in copies}
         in_queue = {b.block_id for b in forwards}
