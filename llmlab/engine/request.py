@@ -65,7 +65,6 @@ class Request:
         "block_hashes",
         "block_ids",
         "cache_salt",
-        "cache_tags",
         "error",
         "extra_keys",
         "finished_time",
@@ -117,7 +116,8 @@ class Request:
         self.priority = priority  # a smaller number goes first
         self.cache_salt = cache_salt
         # What must be equal, besides the tokens, for two requests to share blocks: (kind, value) pairs.
-        self.extra_keys: tuple[tuple[str, str], ...] = () if cache_salt is None else (("cache_salt", cache_salt),)
+        salt = () if cache_salt is None else (("cache_salt", cache_salt),)
+        self.extra_keys: tuple[tuple[str, str], ...] = (*cache_tags, *salt)
 
         # What the scheduler reads of the sampling parameters, once instead of at every token.
         self.sampling_params = sampling_params

@@ -117,9 +117,26 @@ def test_an_adapter_is_not_a_salt_of_the_same_name():
     manager = make_manager(32)
     prompt = list(range(13))
     run_and_free(manager, prompt, cache_salt="a")
-    request = make_request(prompt)
-    request.extra_keys = (("lora_name", "a"),)
+    request = Request("adapted", prompt, SamplingParams(), cache_tags=(("lora_name", "a"),))
     assert manager.get_computed_blocks(request) == []
+
+
+def test_tags_separate_like_salts_and_beside_them():
+    manager = make_manager(64)
+    keys = [
+        {},
+        {"cache_salt": "a"},
+        {"cache_tags": (("rope_length", "long"),)},
+        {"cache_tags": (("rope_length", "9"),)},
+    ]
+    keys += [{"cache_salt": "a", "cache_tags": (("rope_length", "long"),)}]
+    for expected in (0, 8):
+        for kwargs in keys:
+            request = Request("r", range(9), SamplingParams(), **kwargs)
+            hits = manager.get_computed_blocks(request)
+            assert len(hits) * 4 == expected
+            assert manager.allocate_slots(request, 9 - expected, hits)
+            manager.free(request)
 
 
 def test_the_salt_enters_the_first_block_only_and_so_the_chain():
