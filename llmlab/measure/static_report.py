@@ -1,0 +1,261 @@
+"""What a compiler makes of every kernel, read without a GPU: ``python -m llmlab.measure.static_report --target sm_90``.
+
+Each shipped configuration (``compile_cases()`` of each file in kernels) is compiled ahead of time and its machine code read:
+registers, spills, shared memory, CTAs per multiprocessor, tensor-core instructions, asynchronous copies, the share of loads that
+are 128 bits wide, the instructions of the hot loop. That shows the usual accidents (a lost vector load, a pipeline that did not
+happen, a kernel that cannot be launched), and comparing with the committed baseline shows when one comes in.
+
+It is no measurement. The bound is an interval: the share of the machine's peak that the hot loop could reach if nothing
+overlapped, and if everything did; latency, bank conflicts, caches and clocks are in neither. ``tensor_share`` takes for granted
+that memory keeps up; ``memory_share`` that every byte comes from device memory, none from the second-level cache.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import triton
+from tqdm.auto import tqdm
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import llmlab.kernels
+from llmlab.kernels.spec import CompileCase, Work
+from llmlab.measure.machine_code import Code, Loop, parse_amdgcn, read_cubin
+from llmlab.measure.static_gate import compare
+from llmlab.measure.targets import TARGETS, Target, occupancy
+
+TABLE_COLUMNS = (
+    "case target registers spills shared_memory ctas occupancy limited_by wgmma tcgen05 mma mfma async_copies bulk_copies "
+    "pipeline_buffers wide_load_share loop_instructions tensor_share_low tensor_share_high memory_share_low memory_share_high "
+    "error"
+).split()
+
+
+def discover(pattern: str = "") -> Iterator[tuple[str, CompileCase]]:
+    """(name, case) of every shipped configuration whose ``file/case`` contains ``pattern``, in the order of the files."""
+    for module_info in sorted(pkgutil.iter_modules(llmlab.kernels.__path__), key=lambda info: info.name):
+        module = importlib.import_module(f"llmlab.kernels.{module_info.name}")
+        if not hasattr(module, "compile_cases") or module_info.name == "spec":
+            continue
+        for case in module.compile_cases():
+            name = f"{module_info.name}/{case.name}"
+            if pattern in name:
+                yield name, case
+
+
+def compile_case(case: CompileCase, target: Target) -> Any:
+    """Triton's compiled kernel; whatever its compiler raises passes through."""
+    kernel = case.kernel
+    signature = {name: case.signature.get(name, "constexpr") for name in kernel.arg_names}
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in case.divisible_by_16}
+    source = ASTSource(kernel, signature=signature, constexprs=dict(case.constexprs), attrs=attributes)
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
+    return triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp_size), options=options)
+
+
+def report_case(name: str, case: CompileCase, target: Target) -> dict[str, Any]:
+    """One row. A configuration that does not compile has ``error`` and no figures."""
+    row: dict[str, Any] = {
+        "case": name,
+        "kernel": case.kernel.__name__,
+        "target": target.name,
+        "triton": triton.__version__,
+        "num_warps": case.num_warps,
+        "num_stages": case.num_stages,
+        "error": None,
+    }
+    started = time.perf_counter()
+    try:
+        compiled = compile_case(case, target)
+        code = read_cubin(compiled.asm["cubin"]) if target.backend == "cuda" else parse_amdgcn(compiled.asm["amdgcn"])
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        return row | {"error": f"{type(error).__name__}: {lines[-1] if lines else ''}"}
+    row["compile_seconds"] = round(time.perf_counter() - started, 3)
+    warps = getattr(compiled.metadata, "total_num_warps", None) or compiled.metadata.num_warps
+    return row | _figures(code, compiled, case.work, target, warps)
+
+
+def _figures(code: Code, compiled: Any, work: Work | None, target: Target, warps: int) -> dict[str, Any]:
+    shared = compiled.metadata.shared
+    fit = occupancy(target, code.registers, shared, warps)
+    whole = code.mix()
+    loop = code.hot_loop()
+    in_loop = code.mix(loop) if loop is not None else None
+    ttgir = compiled.asm["ttgir"]
+    buffers = [int(count) for count in re.findall(r"local_alloc\s*:\s*\(\)\s*->\s*!ttg\.memdesc<(\d+)x\d+x\d+", ttgir)]
+    return {
+        "warps": warps,
+        "registers": code.registers,
+        "stack": code.stack,
+        "spills": code.spills,
+        "scalar_spills": code.scalar_spills,
+        "shared_memory": shared,
+        "ctas": fit.ctas,
+        "occupancy": round(fit.share, 4),
+        "limited_by": fit.limited_by,
+        "wgmma": whole["wgmma"],
+        "tcgen05": whole["tcgen05"],
+        "mma": whole["mma"],
+        "mfma": whole["mfma"],
+        "async_copies": whole["async copy"],
+        "bulk_copies": whole["bulk copy"],
+        "loop_async_copies": None if in_loop is None else in_loop["async copy"] + in_loop["bulk copy"],
+        "pipeline_buffers": max(buffers, default=0),
+        "wide_load_share": _rounded(code.wide_load_share()),
+        "loop_wide_load_share": None if loop is None else _rounded(code.wide_load_share(loop)),
+        "layout_conversions": ttgir.count("ttg.convert_layout"),
+        "warp_specialised": ttgir.count("ttg.warp_specialize"),
+        "instructions": len(code.instructions),
+        "loop_instructions": None if loop is None else len(loop),
+        "loop_mix": None if in_loop is None else dict(sorted(in_loop.items())),
+        **_bound(code, loop, work, target, warps),
+    }
+
+
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 4)
+
+
+def _bound(code: Code, loop: Loop | None, work: Work | None, target: Target, warps: int) -> dict[str, float | None]:
+    """The interval for tensor cores and memory, over one trip of the hot loop, or over the program where there is no loop."""
+    nothing: dict[str, float | None] = dict.fromkeys(
+        ("tensor_share_low", "tensor_share_high", "memory_share_low", "memory_share_high")
+    )
+    scope = loop if work is None or work.scope == "loop" else None
+    if scope is None and (work is None or work.scope == "loop"):
+        return nothing
+    part = code.part(scope)
+    flops = float(sum(_cta_flops(i.opcode, i.mma_flops(), warps) for i in part))
+    loaded = float(sum(instruction.load_bytes() for instruction in part) * target.warp_size * warps)
+    if work is not None and work.scope == "loop" and work.flops and flops:
+        unrolled = flops / work.flops  # the compiler may have put several trips of the source's loop into one
+        flops, moved = unrolled * work.flops, unrolled * work.bytes
+    else:
+        flops, moved = (work.flops or flops, work.bytes) if work is not None else (flops, 0.0)
+    mix = code.mix(scope)
+    issue = len(part) * warps / target.issue_rate
+    special = mix["special"] * target.warp_size * warps / target.special_rate
+    tensor = flops / target.tensor_rate
+    memory = (moved or loaded) / target.memory_rate
+    bound = nothing
+    if flops:
+        bound |= _interval("tensor_share", tensor, (issue, special, tensor))
+    if memory:
+        bound |= _interval("memory_share", memory, (issue, special, tensor, memory))
+    return bound
+
+
+def _interval(name: str, part: float, parts: tuple[float, ...]) -> dict[str, float | None]:
+    """The share of its time that one part is busy: if nothing overlaps, and if everything does."""
+    return {f"{name}_low": round(part / sum(parts), 4), f"{name}_high": round(part / max(parts), 4)}
+
+
+def _cta_flops(opcode: str, flops: int, warps: int) -> float:
+    """A wgmma is issued by a group of four warps together, every other matrix instruction by one warp."""
+    return flops * warps / 4 if re.match(r"^[HIQ]GMMA", opcode) else flops * warps
+
+
+def collect(targets: Iterable[str], pattern: str = "", progress: bool = False) -> list[dict[str, Any]]:
+    """Rows for every case (matching ``pattern``) and target, leaving out targets that a case does not mean to serve.
+
+    Raises ValueError for an unknown target.
+    """
+    chosen = list(targets)
+    unknown = sorted(set(chosen) - set(TARGETS))
+    if unknown:
+        raise ValueError(f"unknown targets {unknown}; known are {sorted(TARGETS)}")
+    jobs = [
+        (name, case, TARGETS[target])
+        for name, case in discover(pattern)
+        for target in chosen
+        if case.targets is None or target in case.targets
+    ]
+    bar = tqdm(jobs, desc="compiling", unit="kernel", disable=not progress, file=sys.stderr)
+    return [report_case(name, case, target) for name, case, target in bar]
+
+
+def collect_with(triton_path: Path, targets: Iterable[str], pattern: str = "") -> list[dict[str, Any]]:
+    """``collect`` in a process that uses the Triton in ``triton_path`` (``pip install --target DIR --no-deps triton==...``).
+
+    Raises ValueError where there is none, RuntimeError with the process's last lines when it fails.
+    """
+    if not (triton_path / "triton" / "__init__.py").is_file():
+        raise ValueError(f"{triton_path} holds no triton package")
+    command = [sys.executable, "-m", "llmlab.measure.static_report", "--json", "--kernel", pattern]
+    command += [argument for target in targets for argument in ("--target", target)]
+    paths = [str(triton_path.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    )
+    if not done.stdout.strip():
+        raise RuntimeError(f"the report with {triton_path} failed: {done.stderr.strip()[-2000:]}")
+    return json.loads(done.stdout)["rows"]
+
+
+def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """The rows as a table, the telling columns first."""
+    frame = pd.DataFrame(rows)
+    first = [column for column in TABLE_COLUMNS if column in frame.columns]
+    return frame[first + [column for column in frame.columns if column not in first]]
+
+
+def baseline_document(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is committed: the rows without what differs from run to run, in a fixed order."""
+    kept = [{key: value for key, value in row.items() if key not in ("compile_seconds", "triton")} for row in rows]
+    kept.sort(key=lambda row: (row["case"], row["target"]))
+    return {"triton": rows[0]["triton"] if rows else triton.__version__, "rows": kept}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the report; with ``--baseline`` compare and return 1 where the gate fails, or where something does not compile."""
+    parser = argparse.ArgumentParser(
+        prog="static_report", description="What a compiler makes of every kernel, without a GPU."
+    )
+    parser.add_argument(
+        "--target", action="append", choices=sorted(TARGETS), help="may be given several times; default sm_90"
+    )
+    parser.add_argument("--kernel", default="", metavar="TEXT", help="only cases whose file/case contains TEXT")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--baseline", type=Path, metavar="FILE", help="compare with this file; exit 1 on a regression")
+    parser.add_argument("--write-baseline", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--triton-path", type=Path, metavar="DIR", help="use the Triton installed there")
+    arguments = parser.parse_args(argv)
+    targets = arguments.target or ["sm_90"]
+    if arguments.triton_path is not None:
+        rows = collect_with(arguments.triton_path, targets, arguments.kernel)
+    else:
+        rows = collect(targets, arguments.kernel, progress=sys.stderr.isatty())
+    regressions = []
+    if arguments.baseline is not None:
+        known = json.loads(arguments.baseline.read_text())["rows"]
+        known = [row for row in known if row["target"] in targets and arguments.kernel in row["case"]]
+        regressions = compare(known, rows)
+    if arguments.write_baseline is not None:
+        arguments.write_baseline.parent.mkdir(parents=True, exist_ok=True)
+        arguments.write_baseline.write_text(json.dumps(baseline_document(rows), indent=1) + "\n")
+    if arguments.json:
+        document = {"rows": rows, "regressions": [vars(regression) for regression in regressions]}
+        print(json.dumps(document, indent=1, default=vars))
+    else:
+        if rows:
+            short = table(rows)[[column for column in TABLE_COLUMNS if column in rows[0]]].dropna(axis=1, how="all")
+            print(short.to_string(index=False))
+        print(*regressions, sep="\n")
+    failed = any(regression.fatal for regression in regressions) or any(row["error"] for row in rows)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
