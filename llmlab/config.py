@@ -64,13 +64,14 @@ _BOOKKEEPING = frozenset(
     """architectures model_type transformers_version _name_or_path torch_dtype dtype use_cache initializer_range attention_dropout
     bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id output_attentions output_hidden_states
     return_dict id2label label2id problem_type auto_map is_llama_config _attn_implementation
-    _attn_implementation_autoset unsloth_version transformers.js_config unsloth_fixed tokenizer_class task_specific_params finetuning_task
-    is_decoder torchscript use_bfloat16 resid_pdrop embd_pdrop hidden_dropout classifier_dropout""".split()
+    _attn_implementation_autoset unsloth_version transformers.js_config unsloth_fixed tokenizer_class task_specific_params
+    finetuning_task is_decoder torchscript use_bfloat16 resid_pdrop embd_pdrop hidden_dropout classifier_dropout""".split()
 )
 _USED = frozenset(
     """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act
     max_position_embeddings rms_norm_eps tie_word_embeddings rope_theta rope_scaling rope_parameters attention_bias mlp_bias
-    sliding_window use_sliding_window max_window_layers layer_types partial_rotary_factor original_max_position_embeddings""".split()
+    sliding_window use_sliding_window max_window_layers layer_types partial_rotary_factor
+    original_max_position_embeddings""".split()
 )
 
 
