@@ -1,6 +1,7 @@
 """The checked run: the same arithmetic, with every access and every operation that can go wrong looked at."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,16 @@ from llmlab.interpreter.runtime import Runtime, unwrap
 POISON_INT = 0x5A5A5A5A  # as an index it leaves every tensor; as a sign-free number it is easily recognised
 
 
+@dataclass(frozen=True, eq=False)
+class Written:
+    """What a store found before it stored: enough to take it back."""
+
+    region: Region
+    elements: np.ndarray
+    index: np.ndarray
+    before: np.ndarray
+
+
 class CheckedBuilder(NumpyBuilder):
     """Computes and reports. Lanes whose address is wrong are reported and then left out, so that the run goes on."""
 
@@ -26,7 +37,8 @@ class CheckedBuilder(NumpyBuilder):
         self.regions: list[Region] = []  # the tensor arguments
         self.order = ProgramOrder(collector)
         self.grid = GridAccesses()
-        self._coverage: dict[int, np.ndarray] = {}
+        self.undo: list[Written] = []  # in the order of the stores
+        self.keep_undo = False
 
     def start_program(self, program: tuple[int, int, int]) -> None:
         self.collector.program = program
@@ -37,12 +49,6 @@ class CheckedBuilder(NumpyBuilder):
         return (x * self.grid_dim[1] + y) * self.grid_dim[2] + z
 
     # -- memory
-
-    def coverage(self, region: Region) -> np.ndarray:
-        known = self._coverage.get(id(region))
-        if known is None:
-            known = self._coverage[id(region)] = region.coverage()
-        return known
 
     def inspect(self, pointers: Handle, mask: np.ndarray | None, what: str) -> Access:
         """Like ``memory.resolve``, with the lanes that are out of bounds reported and switched off."""
@@ -63,10 +69,7 @@ class CheckedBuilder(NumpyBuilder):
         inside &= offset < np.uint64(region.raw.size)  # a negative offset is a huge one, and the sum above may wrap
         inside &= offset % size == 0
         if self.checks.bounds:
-            covered = self.coverage(region)
-            at = np.where(inside, offset, np.uint64(0)).astype(np.int64)
-            if covered.size:
-                inside &= covered[at]
+            inside &= region.covers(np.where(inside, offset, np.uint64(0)).astype(np.int64))
         wrong = on & ~inside
         if wrong.any():
             self._report_bounds(region, offset[wrong], int(on.sum()), dtype, what)
@@ -103,6 +106,8 @@ class CheckedBuilder(NumpyBuilder):
             lanes, flat = lanes[on], flat[on]
         if not flat.size:
             return
+        if self.keep_undo and kind != "load":
+            self.undo.append(Written(access.region, access.elements, flat, access.elements[flat]))
         addresses = flat.astype(np.uint64) * np.uint64(access.elements.itemsize) + np.uint64(access.region.base)
         if self.checks.races:
             self.grid.add(kind, addresses, self.program_number(), self.collector.place())

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from triton.runtime.jit import JITFunction
 
-from llmlab.interpreter.checked import CheckedBuilder, CheckedRuntime
+from llmlab.interpreter.checked import CheckedBuilder, CheckedRuntime, Written
 from llmlab.interpreter.checks import Checks, Collector, Finding
 from llmlab.interpreter.executor import convert_arguments, execute
 from llmlab.interpreter.memory import Region
@@ -23,7 +23,7 @@ def run_with_checks(
         order = list(range(total))
         random.Random(checks.order_seed).shuffle(order)
     collector = Collector(kernel.__name__, set())
-    builder, regions, before = _run(kernel, grid, values, checks, collector, order, keep=shuffled)
+    builder = _run(kernel, grid, values, checks, collector, order, keep_undo=shuffled)
     if not checks.races:
         return collector.findings()
 
@@ -31,9 +31,9 @@ def run_with_checks(
         x, rest = divmod(number, grid[1] * grid[2])
         return (x, *divmod(rest, grid[2]))
 
-    shared = builder.grid.report(collector, lambda address: _name(regions, address), program_of)
+    shared = builder.grid.report(collector, lambda address: _name(builder.regions, address), program_of)
     if shared and shuffled:
-        _compare_orders(kernel, grid, values, checks, collector, regions, before)
+        _compare_orders(kernel, grid, values, checks, collector, builder.undo)
     return collector.findings()
 
 
@@ -44,15 +44,14 @@ def _run(
     checks: Checks,
     collector: Collector,
     order: list[int] | None,
-    keep: bool,
-) -> tuple[CheckedBuilder, list[Region], dict[int, np.ndarray]]:
+    keep_undo: bool,
+) -> CheckedBuilder:
     builder = CheckedBuilder(checks, collector)
+    builder.keep_undo = keep_undo
     runtime = CheckedRuntime(builder)
-    converted, regions = convert_arguments(kernel, values, runtime)
-    builder.regions = regions
-    before = {region.base: region.raw.copy() for region in regions} if keep else {}
+    converted, builder.regions = convert_arguments(kernel, values, runtime)
     execute(kernel, grid, converted, runtime, builder.start_program, order)
-    return builder, regions, before
+    return builder
 
 
 def _compare_orders(
@@ -61,21 +60,34 @@ def _compare_orders(
     values: dict[str, Any],
     checks: Checks,
     collector: Collector,
-    regions: list[Region],
-    before: dict[int, np.ndarray],
+    written: list[Written],
 ) -> None:
-    storages = {region.base: region for region in regions}
-    after = {base: region.raw.copy() for base, region in storages.items()}
-    for base, region in storages.items():
-        region.raw[:] = before[base]
-    _run(kernel, grid, values, checks, Collector(kernel.__name__, set()), None, keep=False)
-    differing = sorted(region.name for base, region in storages.items() if (region.raw != after[base]).any())
+    """Take the shuffled run back, run in grid order, and compare what the two left where either wrote."""
+    after = [write.elements[write.index] for write in written]
+    for write in reversed(written):
+        write.elements[write.index] = write.before
+    second = _run(kernel, grid, values, checks, Collector(kernel.__name__, set()), None, keep_undo=True)
+    differing = {
+        write.region.name
+        for write, shuffled in zip(written, after, strict=True)
+        if write.elements[write.index].tobytes() != shuffled.tobytes()
+    }
+    if _bytes_written(written) != _bytes_written(second.undo):
+        differing.add("the addresses written")
     if differing:
         collector.report(
             "order-dependence",
-            f"{', '.join(differing)} depend on the order in which programs run (seed {checks.order_seed} against grid order)",
+            f"{', '.join(sorted(differing))}: not the same with seed {checks.order_seed} as in grid order",
             place=(kernel.fn.__code__.co_filename, kernel.fn.__code__.co_firstlineno),
         )
+
+
+def _bytes_written(written: list[Written]) -> dict[tuple[int, int], bytes]:
+    """The distinct indices written, by storage and element size."""
+    indices: dict[tuple[int, int], list[np.ndarray]] = {}
+    for write in written:
+        indices.setdefault((write.region.base, write.elements.itemsize), []).append(write.index)
+    return {key: np.unique(np.concatenate(parts)).tobytes() for key, parts in indices.items()}
 
 
 def _name(regions: list[Region], address: int) -> str:

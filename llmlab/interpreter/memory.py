@@ -76,7 +76,11 @@ def triton_type(dtype: torch.dtype) -> tl.dtype:
 
 @dataclass(eq=False)
 class Region:
-    """One tensor argument: its storage as bytes, and which of them its view covers."""
+    """One tensor argument: its storage as bytes, and which of them its view covers.
+
+    Views are those that slicing, transposing and expanding make; of one whose own elements overlap otherwise (an unfold) some
+    may be taken to lie outside it.
+    """
 
     name: str
     tensor: torch.Tensor
@@ -97,14 +101,30 @@ class Region:
             view = self._views[dtype] = self.raw[:whole].view(dtype)
         return view
 
-    def coverage(self) -> np.ndarray:
-        """bool per byte of the storage: does the byte belong to an element of the view?"""
+    def covers(self, offset: np.ndarray) -> np.ndarray:
+        """bool: does the byte at each offset (int64, into the storage) start an element of the view?"""
         tensor, size = self.tensor, self.tensor.element_size()
-        covered = torch.zeros(self.raw.size, dtype=torch.bool)
-        if tensor.numel():
-            shape, strides = (*tensor.shape, size), (*(stride * size for stride in tensor.stride()), 1)
-            torch.as_strided(covered, shape, strides, tensor.storage_offset() * size).fill_(True)
-        return covered.numpy()
+        rest = offset - tensor.storage_offset() * size
+        inside = rest >= 0
+        for stride, length in self._layout():
+            steps = rest // (stride * size)
+            inside = inside & (steps < length)
+            rest = rest - steps * (stride * size)
+        return inside & (rest < size) & (tensor.numel() > 0)
+
+    def _layout(self) -> list[tuple[int, int]]:
+        """(stride, length) of the dimensions, widest stride first, those that run on into each other joined."""
+        dims = [(step, count) for step, count in zip(self.tensor.stride(), self.tensor.shape) if count > 1]
+        dims.sort(reverse=True)
+        joined: list[tuple[int, int]] = []
+        for stride, length in dims:
+            if stride == 0:  # an expanded dimension: the same bytes again
+                continue
+            if joined and joined[-1][0] == stride * length:
+                joined[-1] = (stride, joined[-1][1] * length)
+            else:
+                joined.append((stride, length))
+        return joined
 
 
 @dataclass(eq=False)
