@@ -32,6 +32,9 @@ LARGEST_UNIFORM = 1.0 - 2.0**-24
 WEIGHT_BITS = 40
 """The weight of the most likely token is 2^40; a sum over 2^22 tokens still fits 63 bits."""
 
+TOP_P_SLACK = 2.0**-22
+"""Top-p is reached when its float32 value is, up to this share of it: 0.5 + 0.3 reaches 0.8, whatever the last bits say."""
+
 LOG2_E = 1.4426950408889634
 
 EXP2_COEFFICIENTS = (2977043937, 1031755265, 238328357, 41136672, 5469617, 466326)
@@ -178,7 +181,7 @@ def apply_top_k_top_p(
 
     Top-k (Fan et al. 2018, arXiv:1805.04833, section 5.4) keeps every token tied with the k-th. Top-p (Holtzman et al. 2019,
     arXiv:1904.09751, section 3.1) takes tokens in the order of (logit descending, id ascending) while the mass before them is
-    below ``top_p`` of the total left by top-k: the crossing token is kept, so at least one always is.
+    below ``top_p`` of the total left by top-k: the crossing token is kept, and the first one always.
 
     Args:
         top_k: 0, or vocab_size or more, switches it off. top_p: 1 or more switches it off.
@@ -192,8 +195,10 @@ def apply_top_k_top_p(
     dropped = ordered < ordered.gather(-1, k[:, None] - 1)
     weights = softmax_weights(ordered, highest).masked_fill(dropped, 0)
     mass = weights.cumsum(-1)
-    target = top_p.double() * mass[:, -1].double()
-    dropped |= ((mass - weights).double() >= target[:, None]) & (top_p < 1.0)[:, None]
+    target = top_p.double() * (1.0 - TOP_P_SLACK) * mass[:, -1].double()
+    past = ((mass - weights).double() >= target[:, None]) & (top_p < 1.0)[:, None]
+    past[:, 0] = False
+    dropped |= past
     dropped &= highest.isfinite()  # a NaN sorts as the highest
     kept = torch.empty_like(dropped).scatter_(-1, order, ~dropped)
     return torch.where(kept, logits, float("-inf"))

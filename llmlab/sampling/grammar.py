@@ -94,18 +94,18 @@ class GrammarCompiler:
 
 
 class GrammarMask:
-    """The bitmasks of a batch's grammars, applied as one edit of the logits."""
+    """The bitmasks of a batch's grammars, applied as one edit of the logits. Rows without a grammar stay all ones."""
 
-    def __init__(self, grammars: Sequence[tuple[int, Grammar]], vocab_size: int):
+    def __init__(self, grammars: Sequence[tuple[int, Grammar]], num_reqs: int, vocab_size: int):
         from xgrammar import allocate_token_bitmask
 
         self._grammars = grammars
         self._rows = [row for row, _ in grammars]
-        self._bitmask = allocate_token_bitmask(len(grammars), vocab_size)
+        self._bitmask = allocate_token_bitmask(num_reqs, vocab_size).fill_(-1)
 
     def update(self, requests: Sequence[Any], num_outputs: Any) -> bool:
-        for i, (_, grammar) in enumerate(self._grammars):
-            grammar.fill(self._bitmask, i)
+        for row, grammar in self._grammars:
+            grammar.fill(self._bitmask, row)
         return True
 
     def apply(self, logits: Tensor) -> None:
@@ -113,11 +113,10 @@ class GrammarMask:
         if logits.device.type == "cpu":
             from xgrammar import apply_token_bitmask_inplace
 
-            full = torch.full((logits.shape[0], self._bitmask.shape[1]), -1, dtype=torch.int32)
-            full[self._rows] = self._bitmask
-            apply_token_bitmask_inplace(logits, full)
+            apply_token_bitmask_inplace(logits, self._bitmask, indices=self._rows)
             return
-        bits = self._bitmask.to(logits.device)[:, :, None] >> torch.arange(32, device=logits.device)
+        words = self._bitmask[self._rows].to(logits.device)
+        bits = words[:, :, None] >> torch.arange(32, device=logits.device)
         allowed = (bits & 1).bool().flatten(1)[:, : logits.shape[1]]
         logits[self._rows] = logits[self._rows].masked_fill(~allowed, float("-inf"))
 

@@ -81,7 +81,7 @@ class SamplingBatch:
         biases = [(r, s.params.logit_bias) for r, s in rows if s.params.logit_bias]
         return [
             *([AllowedTokens(allowed, vocab_size, self._device)] if allowed else []),
-            *([GrammarMask(grammars, vocab_size)] if grammars else []),
+            *([GrammarMask(grammars, len(rows), vocab_size)] if grammars else []),
             *([BannedWords(words, vocab_size, self._device)] if words else []),
             *(
                 [MinTokens(stops, [self.states[r].params.min_tokens for r, _ in stops], vocab_size, self._device)]

@@ -26,6 +26,7 @@ _LOG2_E = np.float32(reference.LOG2_E)
 _C1, _C2, _C3, _C4, _C5, _C6 = (np.uint64(c) for c in reference.EXP2_COEFFICIENTS)
 _WEIGHT_SHIFT = np.uint64(reference.WEIGHT_BITS - 32)
 _UNIT = 2.0**-reference.WEIGHT_BITS
+_TOP_P_SHARE = 1.0 - reference.TOP_P_SLACK
 _BIN_SHIFT, _NUM_BINS = 20, 1025  # sixteen bins for each halving of the probability, 64 halvings, and the rest
 _NEG_INF = np.float32(-np.inf)
 _LARGEST_N = 256  # above it, sorting the row beats inserting into a sorted list
@@ -221,8 +222,44 @@ def _total(fixed):
 
 
 @njit(cache=True, nogil=True)
-def _kth_largest(x, fixed, k):
-    """The k-th largest element: its bin by counting, then a selection within the bin."""
+def _order_key(bits):
+    """An integer that orders as the float32 with these bits does, −0.0 and 0.0 alike."""
+    if bits >= 0:
+        return np.int64(bits)
+    return -np.int64(bits & np.int32(0x7FFFFFFF))
+
+
+@njit(cache=True, nogil=True)
+def _bin_members(x, bits, fixed, b, floor, keys, ids, weights):
+    """Order keys, ids and weights of the elements of one bin that are not below ``floor``; how many there are."""
+    n = 0
+    for i in range(x.shape[0]):
+        if fixed[i] >> _BIN_SHIFT == b and x[i] >= floor:
+            keys[n], ids[n], weights[n] = _order_key(bits[i]), i, _weight(fixed[i])
+            n += 1
+    return n
+
+
+@njit(cache=True, nogil=True)
+def _last_needed(keys, weights, before, target):
+    """The largest key that reaches the target: by bisection, ``before`` + the weights of this key and all above ≥ target."""
+    low, high = keys.min(), keys.max()
+    while low < high:
+        middle = (low + high + 1) >> 1
+        mass = before
+        for i in range(keys.shape[0]):
+            if keys[i] >= middle:
+                mass += weights[i]
+        if np.float64(mass) >= target:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@njit(cache=True, nogil=True)
+def _kth_largest(x, bits, fixed, k, keys, ids, weights):
+    """The k-th largest element: its bin by counting, then a bisection within the bin."""
     counts = np.zeros(_NUM_BINS, np.int64)
     for i in range(fixed.shape[0]):
         counts[fixed[i] >> _BIN_SHIFT] += 1
@@ -230,45 +267,40 @@ def _kth_largest(x, fixed, k):
     while before + counts[b] < k:
         before += counts[b]
         b += 1
-    values = np.empty(counts[b], np.float32)
-    n = 0
-    for i in range(fixed.shape[0]):
-        if fixed[i] >> _BIN_SHIFT == b:
-            values[n] = x[i]
-            n += 1
-    values.sort()
-    return values[n - (k - before)]
+    n = _bin_members(x, bits, fixed, b, _NEG_INF, keys, ids, weights)
+    weights[:n] = 1
+    key = _last_needed(keys[:n], weights[:n], np.uint64(before), np.float64(k))
+    for i in range(n):
+        if keys[i] == key:
+            return x[ids[i]]
+    return _NEG_INF
 
 
 @njit(cache=True, nogil=True)
-def _nucleus_end(x, fixed, floor, top_p):
+def _nucleus_end(x, bits, fixed, floor, top_p, keys, ids, weights):
     """(logit, id) of the last token, by (logit descending, id ascending), that top-p keeps among those not below ``floor``."""
-    masses, counts = np.zeros(_NUM_BINS, np.uint64), np.zeros(_NUM_BINS, np.int64)
+    masses = np.zeros(_NUM_BINS, np.uint64)
     total = np.uint64(0)
     for i in range(x.shape[0]):
         if x[i] >= floor:
             weight = _weight(fixed[i])
             total += weight
             masses[fixed[i] >> _BIN_SHIFT] += weight
-            counts[fixed[i] >> _BIN_SHIFT] += 1
-    target = np.float64(top_p) * np.float64(total)
+    target = np.float64(top_p) * _TOP_P_SHARE * np.float64(total)
     before, b = np.uint64(0), 0
     while np.float64(before + masses[b]) < target:
         before += masses[b]
         b += 1
-    ids, values = np.empty(counts[b], np.int64), np.empty(counts[b], np.float32)
-    n = 0
-    for i in range(x.shape[0]):
-        if fixed[i] >> _BIN_SHIFT == b and x[i] >= floor:
-            ids[n], values[n] = i, -x[i]
-            n += 1
-    order = np.argsort(values, kind="mergesort")
-    last = ids[order[0]]
-    for j in order:
-        if np.float64(before) >= target:
-            break
-        last = ids[j]
-        before += _weight(fixed[last])
+    n = _bin_members(x, bits, fixed, b, floor, keys, ids, weights)
+    key = _last_needed(keys[:n], weights[:n], before, target)
+    for i in range(n):
+        if keys[i] > key:
+            before += weights[i]
+    last = -1
+    for i in range(n):  # of those that are equal, the first ones
+        if keys[i] == key and (last < 0 or np.float64(before) < target):
+            last = ids[i]
+            before += weights[i]
     return x[last], last
 
 
@@ -284,6 +316,7 @@ def _top_k_top_p_rows(start, stop, x, bits, top_k, top_p, out):
     vocab_size = x.shape[1]
     tops = np.empty((vocab_size + _CHUNK - 1) // _CHUNK, np.float32)
     fixed = np.empty(vocab_size, np.int32)
+    members = np.empty(vocab_size, np.int64), np.empty(vocab_size, np.int64), np.empty(vocab_size, np.uint64)
     for r in range(start, stop):
         best = _row_argmax(x[r], bits[r], tops)
         by_k, by_p = 0 < top_k[r] < vocab_size, top_p[r] < 1.0
@@ -293,9 +326,9 @@ def _top_k_top_p_rows(start, stop, x, bits, top_k, top_p, out):
         _fixed_point(x[r], x[r, best], fixed)
         value, last_id = _NEG_INF, vocab_size
         if by_k:
-            value = _kth_largest(x[r], fixed, top_k[r])
+            value = _kth_largest(x[r], bits[r], fixed, top_k[r], *members)
         if by_p:
-            value, last_id = _nucleus_end(x[r], fixed, value, top_p[r])
+            value, last_id = _nucleus_end(x[r], bits[r], fixed, value, top_p[r], *members)
         _keep(x[r], value, last_id, out[r])
 
 
@@ -355,14 +388,12 @@ def _top_n(x, tops, values, ids):
     n = values.shape[0]
     values[:], ids[:] = _NEG_INF, -1
     found = 0
-    # The n-th largest of the chunks' maxima is a lower bound of the n-th largest element.
-    bound = np.sort(tops)[tops.shape[0] - n] if n <= tops.shape[0] else _NEG_INF
     for c in range(tops.shape[0]):
-        if tops[c] < bound or (found == n and tops[c] <= values[n - 1]):
+        if found == n and tops[c] <= values[n - 1]:
             continue
         chunk = x[c * _CHUNK : (c + 1) * _CHUNK]
         for i in range(chunk.shape[0]):
-            if chunk[i] >= bound and (found < n or chunk[i] > values[n - 1]):
+            if found < n or chunk[i] > values[n - 1]:
                 j = found if found < n else n - 1
                 while j > 0 and values[j - 1] < chunk[i]:
                     values[j], ids[j] = values[j - 1], ids[j - 1]
