@@ -21,7 +21,7 @@ from llmlab.ops.registry import Cost, Op
 if TYPE_CHECKING:
     import pandas as pd
 
-GROUPS = ("QKV", "O", "gate+up", "down", "head", "attention", "rest")
+GROUPS = ("QKV", "O", "gate+up", "down", "head", "attention", "rest", "sampling")
 """How the ops of a step are put together in tables and figures; the first five are matrix products with weights."""
 
 LINEAR_GROUPS = GROUPS[:5]
@@ -35,8 +35,10 @@ _GROUP_OF_STAGE = {
 }
 
 
-def group_of(stage: str) -> str:
-    """The group of a ledger's stage; "rest" is embedding, norms with residual, RoPE, SiLU·mul, cache write, gather."""
+def group_of(stage: str, op: str = "") -> str:
+    """The group of an op in the ledger. "rest" is embedding, norms with residual, RoPE, SiLU·mul, cache write, gather."""
+    if op in ops.ALL and ops.ALL[op].family == "sampling":
+        return "sampling"
     return _GROUP_OF_STAGE.get(stage, "rest")
 
 
@@ -51,7 +53,7 @@ class OpCost:
 
     @property
     def group(self) -> str:
-        return group_of(self.stage)
+        return group_of(self.stage, self.op)
 
     @property
     def total(self) -> Cost:
@@ -135,6 +137,8 @@ def cost_table(costs: Sequence[OpCost], roof: Roof | None = None) -> pd.DataFram
     everything = total(costs)
     for group in GROUPS:
         mine = [c for c in costs if c.group == group]
+        if not mine:
+            continue
         flops, nbytes = total(mine)
         row = {
             "group": group,

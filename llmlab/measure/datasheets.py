@@ -14,10 +14,16 @@ from typing import Literal
 class Roof:
     """Two numbers that bound a computation: FLOP/s of a dtype, bytes/s of a memory; and where they come from."""
 
-    name: str
+    device: str
+    dtype: str
+    memory: str
     flops: float
     bandwidth: float
     source: Literal["measured", "datasheet"]
+
+    def __str__(self) -> str:
+        rates = f"{self.dtype} {self.flops / 1e12:.3g} TFLOP/s, {self.memory} {self.bandwidth / 1e9:.3g} GB/s"
+        return f"{self.device}: {rates} ({self.source})"
 
     @property
     def ridge(self) -> float:
@@ -47,7 +53,7 @@ class Datasheet:
         """Raises ValueError for a dtype that the device has no matrix units for."""
         if dtype not in self.flops:
             raise ValueError(f"{self.name}: no rate for {dtype!r}; there are {', '.join(self.flops)}")
-        return Roof(f"{self.name} (datasheet)", self.flops[dtype], self.bandwidth, "datasheet")
+        return Roof(self.name, dtype, "memory", self.flops[dtype], self.bandwidth, "datasheet")
 
 
 def _sheet(

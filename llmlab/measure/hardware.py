@@ -16,12 +16,15 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
-from llmlab.measure.datasheets import Roof
+from llmlab.measure.datasheets import DATASHEETS, Roof
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MAX_AGE_DAYS = 30
 SCHEMA = 1
@@ -117,9 +120,7 @@ class Ceilings:
             raise ValueError(f"no GEMM rate was measured for {dtype!r}; there are {', '.join(self.gemm)}")
         if level not in bandwidths:
             raise ValueError(f"no bandwidth was measured for {level!r}; there are {', '.join(bandwidths)}")
-        return Roof(
-            f"{self.machine.device}, {dtype}, {level} (measured)", self.gemm[dtype], bandwidths[level], "measured"
-        )
+        return Roof(self.machine.device, dtype, level, self.gemm[dtype], bandwidths[level], "measured")
 
     def level_holding(self, nbytes: float) -> str:
         """The fastest level whose caches together hold a working set of so many bytes; "memory" if none does."""
@@ -191,6 +192,35 @@ def ceilings(
     measured = measure_ceilings(machine, torch.device(device))
     _write(file, measured)
     return measured
+
+
+def ceilings_table(device: str | torch.device = "auto", *, datasheets: bool = True) -> pd.DataFrame:
+    """One row a device and dtype: FLOP/s, bandwidth, ridge, and whether that was measured or is from a datasheet.
+
+    This machine first, with a row for each memory level; then, if asked, the known GPUs, for comparison.
+    """
+    import pandas as pd
+
+    if str(device) == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    measured = ceilings(device)
+    levels = [level.level for level in measured.levels] or ["memory"]
+    roofs = [measured.roof(dtype, level) for dtype in measured.gemm for level in levels]
+    if datasheets:
+        roofs += [sheet.roof() for sheet in DATASHEETS.values()]
+    rows = [
+        {
+            "device": roof.device,
+            "dtype": roof.dtype,
+            "memory": roof.memory,
+            "TFLOP/s": round(roof.flops / 1e12, 3),
+            "GB/s": round(roof.bandwidth / 1e9, 1),
+            "ridge (FLOP/byte)": round(roof.ridge, 1),
+            "source": f"measured {measured.date[:10]}" if roof.source == "measured" else "datasheet",
+        }
+        for roof in roofs
+    ]
+    return pd.DataFrame(rows)
 
 
 def measurements_dir() -> Path:
