@@ -469,10 +469,9 @@ def _truncate_float(data: np.ndarray, to: str) -> np.ndarray:
 
 
 def _float_to_int(data: np.ndarray, kind: np.dtype) -> np.ndarray:
-    """Towards zero, saturating, NaN to 0: what ``cvt.rzi`` does."""
-    limits = np.iinfo(kind)
-    wide = data.astype(np.float64)
-    if np.isfinite(wide).all() and (np.abs(wide) < limits.max // 2).all() and limits.min < 0:
-        return data.astype(kind)
-    high = np.nextafter(float(limits.max) + 1.0, 0.0) if kind.itemsize == 8 else float(limits.max)
-    return np.clip(np.nan_to_num(wide, nan=0.0, posinf=np.inf, neginf=-np.inf), float(limits.min), high).astype(kind)
+    """Towards zero, saturating, NaN to 0: what ``cvt.rzi`` does. It has no 8-bit form: there 16 bits saturate and 8 are kept."""
+    converted = np.dtype(f"{kind.kind}2") if kind.itemsize == 1 else kind
+    limits = np.iinfo(converted)
+    wide = np.nan_to_num(data.astype(np.float64), nan=0.0, posinf=np.inf, neginf=-np.inf)
+    largest = np.nextafter(float(limits.max) + 1.0, 0.0) if converted.itemsize == 8 else float(limits.max)
+    return np.clip(wide, float(limits.min), largest).astype(converted).astype(kind)

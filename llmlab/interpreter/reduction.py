@@ -131,14 +131,11 @@ def scan(inputs: tuple[Tensor, ...], axis: int, function: Any, combine: Combine,
     else:
         results = [array.copy() for array in arrays]
         distance = 1
-        while distance < results[0].shape[-1]:  # Hillis and Steele: after step k each element holds its last 2^k
-            left = [array[..., :-distance] for array in results]
-            right = [array[..., distance:] for array in results]
-            combined = _combine(left, right, dtypes, combine)
-            results = [
-                np.concatenate([array[..., :distance], tail], axis=-1)
-                for array, tail in zip(results, combined, strict=True)
-            ]
+        position = np.arange(first.shape[-1])
+        while distance < position.size:  # Hillis and Steele: after step k each element holds its last 2^k
+            left = [np.roll(array, distance, axis=-1) for array in results]
+            combined = _combine(left, results, dtypes, combine)
+            results = [np.where(position >= distance, new, old) for new, old in zip(combined, results, strict=True)]
             distance *= 2
     if reverse:
         results = [array[..., ::-1] for array in results]
