@@ -1,0 +1,190 @@
+"""The claims register: what is said about LLM inference, the rule that decides on it, and what measurements found.
+
+A rule is written before anything is measured, in words and as a function of named numbers. A finding holds numbers, never a
+verdict: that is computed from them each time it is shown. A refuted claim is a good result.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Numbers = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``confirmed``, ``refuted``, or ``depends`` on what ``on`` says."""
+
+    word: Literal["confirmed", "refuted", "depends"]
+    on: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.word}: {self.on}" if self.on else self.word
+
+
+CONFIRMED, REFUTED = Verdict("confirmed"), Verdict("refuted")
+
+
+def depends(on: str) -> Verdict:
+    return Verdict("depends", on)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim.
+
+    Attributes:
+        rule: in words, when it is confirmed; :attr:`decide` is the same in code.
+        numbers: the names that ``decide`` reads, with what each means and its unit.
+        measure: finds the numbers in about a second, with neither model nor accelerator; None where that is not possible.
+        needs: the hardware without which it can't be measured, in words; empty if any machine will do.
+    """
+
+    id: str
+    statement: str
+    rule: str
+    numbers: Mapping[str, str]
+    decide: Callable[[Numbers], Verdict]
+    measure: Callable[[], dict[str, float]] | None = None
+    needs: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one measurement of one claim found, where and when. ``model`` is empty where none was involved."""
+
+    claim: str
+    numbers: dict[str, float]
+    machine: str
+    model: str
+    date: str
+
+    @property
+    def verdict(self) -> Verdict:
+        return claim(self.claim).decide(self.numbers)
+
+    def __str__(self) -> str:
+        return f"{self.claim} {self.verdict} ({numbers_text(self.numbers)})"
+
+
+def claim(claim_id: str) -> Claim:
+    """Raises ValueError for an id that is not in the register."""
+    found = next((c for c in register() if c.id == claim_id), None)
+    if found is None:
+        raise ValueError(f"no claim is called {claim_id!r}; they are C01 to C{len(register()):02d}")
+    return found
+
+
+def register() -> tuple[Claim, ...]:
+    """All claims, in order."""
+    from llmlab.measure.claims_register import CLAIMS
+
+    return CLAIMS
+
+
+def judge(
+    claim_id: str, numbers: Numbers, *, machine: str = "", model: str = "", out: str | Path | None = None
+) -> Finding:
+    """Turn measured numbers into a finding, and keep it in ``out/claims/`` if ``out`` is given.
+
+    Args:
+        machine: where the numbers come from; empty for this machine's CPU, or for numbers that no machine had a part in.
+
+    Raises:
+        ValueError: unknown claim, or numbers other than those that its rule reads.
+    """
+    wanted = set(claim(claim_id).numbers)
+    if set(numbers) != wanted:
+        raise ValueError(f"{claim_id} is decided by {sorted(wanted)}, got {sorted(numbers)}")
+    finding = Finding(
+        claim_id,
+        {name: float(value) for name, value in numbers.items()},
+        machine or _this_machine(),
+        model,
+        datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    if out:
+        folder = Path(out) / "claims"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{claim_id}.json").write_text(json.dumps(asdict(finding), indent=1) + "\n", encoding="utf-8")
+    return finding
+
+
+def read_findings(*folders: str | Path) -> list[Finding]:
+    """Findings in ``claims/`` of these folders and anywhere below, the newest of a claim and machine only."""
+    newest: dict[tuple[str, str], Finding] = {}
+    for folder in folders:
+        for file in sorted(Path(folder).glob("**/claims/*.json")):
+            finding = Finding(**json.loads(file.read_text(encoding="utf-8")))
+            key = finding.claim, finding.machine
+            if key not in newest or newest[key].date < finding.date:
+                newest[key] = finding
+    return sorted(newest.values(), key=lambda finding: finding.claim)
+
+
+def claims_table(*folders: str | Path, measure: bool = True) -> pd.DataFrame:
+    """One row a claim and machine: claim, statement, verdict, numbers, rule, measured on.
+
+    Findings come from the folders; from ``data/measurements`` of a checkout, where stored results of other machines lie; and,
+    with ``measure``, claims that need neither model nor accelerator and have no finding yet are measured on the spot.
+    """
+    import pandas as pd
+
+    findings = read_findings(*folders)
+    stored = [
+        s for s in read_findings(*_stored()) if (s.claim, s.machine) not in {(f.claim, f.machine) for f in findings}
+    ]
+    rows = []
+    for one in register():
+        mine = [finding for finding in (*findings, *stored) if finding.claim == one.id]
+        if not mine and measure and one.measure is not None:
+            mine = [judge(one.id, one.measure())]
+        if not mine:
+            rows.append(_row(one, f"not measured here: needs {one.needs}" if one.needs else "not measured yet"))
+        rows += [
+            _row(
+                one, str(f.verdict), numbers_text(f.numbers), ", ".join(filter(None, (f.machine, f.model, f.date[:10])))
+            )
+            for f in mine
+        ]
+    return pd.DataFrame(rows)
+
+
+def numbers_text(numbers: Numbers) -> str:
+    """``a 1.23, b 4.5e+03``: numbers in one line, four digits at most."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+
+
+def quick_claims() -> Iterable[Claim]:
+    """The claims that can be measured at once, with neither model nor accelerator."""
+    return (one for one in register() if one.measure is not None)
+
+
+def _row(one: Claim, verdict: str, numbers: str = "", where: str = "") -> dict[str, str]:
+    return {
+        "claim": one.id,
+        "statement": one.statement,
+        "verdict": verdict,
+        "numbers": numbers,
+        "rule": one.rule,
+        "measured on": where,
+    }
+
+
+def _this_machine() -> str:
+    from llmlab.measure.hardware import describe_machine
+
+    return describe_machine("cpu").device
+
+
+def _stored() -> list[Path]:
+    root = Path(__file__).resolve().parents[2]
+    return [root / "data" / "measurements"] if (root / "pyproject.toml").is_file() else []
