@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,48 +50,67 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Makes grammars for one vocabulary; what was compiled is kept, up to 256 MiB.
+    """Makes grammars for one vocabulary; what was compiled is kept, up to 256 MiB for JSON and as much for the rest.
 
     Raises:
-        ValueError: xgrammar is not installed, or there is no EOS token to end the output with.
+        ValueError: xgrammar is not installed; there is no EOS token to end the output with; there is no tokenizer, or it is
+            one whose text is not its tokens' bytes in a row.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Collection[int]):
         try:
-            import xgrammar
+            import xgrammar  # noqa: F401 (only whether it is there)
         except ImportError as error:
             raise ValueError("structured_outputs need the package xgrammar: pip install 'llmlab[grammar]'") from error
         if tokenizer is None:
             raise ValueError("structured_outputs need a tokenizer, and this sampler has none")
+        if not tokenizer.is_bytewise:
+            raise ValueError(
+                "structured_outputs need a tokenizer whose text is its tokens' bytes, and this one's is not"
+            )
         if not eos_token_ids:
             raise ValueError("structured_outputs need an EOS token to end with, and the model names none")
         self._eos_token_ids = sorted(eos_token_ids)
-        # A token without bytes is one that xgrammar never allows as text.
         special = tokenizer.special_token_ids | set(eos_token_ids)
-        vocabulary = [b"" if t in special else tokenizer.token_bytes(t) for t in range(vocab_size)]
-        info = xgrammar.TokenizerInfo(vocabulary, vocab_size=vocab_size, stop_token_ids=self._eos_token_ids)
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_LIMIT_BYTES)
+        self._vocabulary = [b"" if t in special else tokenizer.token_bytes(t) for t in range(vocab_size)]
+
+    @cached_property
+    def _text(self) -> Any:
+        return self._compiler(self._vocabulary)
+
+    @cached_property
+    def _json(self) -> Any:
+        # JSON has no raw control character but as whitespace between values, which is not written here; xgrammar would
+        # let some into strings with a length limit.
+        return self._compiler([b"" if any(byte < 0x20 for byte in raw) else raw for raw in self._vocabulary])
+
+    def _compiler(self, vocabulary: list[bytes]) -> Any:
+        """Over these tokens; one without bytes is never allowed as text."""
+        import xgrammar
+
+        info = xgrammar.TokenizerInfo(vocabulary, vocab_size=len(vocabulary), stop_token_ids=self._eos_token_ids)
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_LIMIT_BYTES)
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """A fresh matcher. ValueError for what can't be compiled, or would not be enforced."""
         try:
             if params.kind == "json":
-                compiled = self._json(_schema(params.json))
+                compiled = self._compile_json(_schema(params.json))
             elif params.kind == "json_object":
-                compiled = self._json({"type": "object"})
+                compiled = self._compile_json({"type": "object"})
             elif params.kind == "regex":
-                compiled = self._compiler.compile_regex(params.regex)
+                compiled = self._text.compile_regex(params.regex)
             elif params.kind == "choice":
-                compiled = self._compiler.compile_grammar(choice_grammar(params.choice))
+                compiled = self._text.compile_grammar(choice_grammar(params.choice))
             else:
-                compiled = self._compiler.compile_grammar(params.grammar)
+                compiled = self._text.compile_grammar(params.grammar)
         except RuntimeError as error:
             reason = re.sub(r"^\[[\d:]+\] \S+: ", "", str(error)).strip()
             raise ValueError(f"structured_outputs.{params.kind} can't be compiled: {reason}") from error
         return Grammar(compiled, self._eos_token_ids)
 
-    def _json(self, schema: dict[str, Any]) -> Any:
-        return self._compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
+    def _compile_json(self, schema: dict[str, Any]) -> Any:
+        return self._json.compile_json_schema(json.dumps(schema), any_whitespace=False)
 
 
 class GrammarMask:
