@@ -1,0 +1,142 @@
+"""What every notebook begins with: one line about the machine, one look for tables and figures, and honest printing.
+
+Notebooks are tested by running them again and comparing what they print. So whatever was clocked, or names the machine, goes
+through :func:`measured` or :func:`machine`, whose lines are not compared; everything else is, digit for digit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from llmlab.measure.claims import Finding
+
+
+def setup(device: str = "auto") -> None:
+    """First cell of every notebook: prints the machine, and has figures shown as PNGs that are sharp on any screen."""
+    from llmlab.measure.hardware import describe_machine
+
+    machine(str(describe_machine(_device(device))))
+    try:
+        from IPython import get_ipython
+        from IPython.core.pylabtools import select_figure_formats
+    except ImportError:
+        return
+    shell = get_ipython()
+    if shell is not None:
+        select_figure_formats(shell, {"png"}, bbox_inches="tight", facecolor="white")
+
+
+def measured(*parts: Any) -> None:
+    """Print what was clocked or counted on this machine, every line marked ``[measured]``."""
+    _marked("measured", parts)
+
+
+def machine(*parts: Any) -> None:
+    """Print what this machine is or has, every line marked ``[machine]``."""
+    _marked("machine", parts)
+
+
+def expect(what: str, got: float, want: float, tolerance: float = 0.0) -> None:
+    """Print a computed number, and fail if it is not what it must be.
+
+    Args:
+        tolerance: relative; 0 for numbers that must be exactly right.
+
+    Raises AssertionError.
+    """
+    if not math.isclose(got, want, rel_tol=tolerance, abs_tol=0.0):
+        raise AssertionError(f"{what}: got {got!r}, must be {want!r} within {tolerance:.1%}")
+    shown = f"{got:,}" if isinstance(got, int) else f"{got:,.6g}"
+    print(f"{what}: {shown}" + (f" (within {tolerance:.1%} of {want:,.6g})" if tolerance else ""))
+
+
+def show(table: pd.DataFrame, *, clocked: bool = False, units: Mapping[str, str] | None = None) -> None:
+    """Show a table: as HTML to readers, as text to the tests, which skip it if it was ``clocked``.
+
+    Args:
+        units: column → unit, for columns to be written with SI prefixes ("FLOP", "B/s", "s"), or "%" for shares.
+    """
+    from IPython.display import display
+
+    table = readable(table, units or {})
+    text = table.to_string(index=any(table.index.names))
+    if clocked:
+        text = "\n".join(f"[measured] {line}" for line in text.splitlines())
+    html = table.to_html(border=0, index=any(table.index.names))
+    display({"text/plain": text, "text/html": html}, raw=True)
+
+
+def readable(table: pd.DataFrame, units: Mapping[str, str]) -> pd.DataFrame:
+    """The table with some columns turned into words: ``1.2 G`` and the unit in the column's name."""
+    from llmlab.viz.style import engineering
+
+    def write(value: Any, unit: str) -> str:
+        if value != value:
+            return ""
+        return f"{100 * value:.1f}" if unit == "%" else engineering(value, unit)
+
+    columns = [column for column in units if column in table]
+    words = {column: [write(value, units[column]) for value in table[column]] for column in columns}
+    table = table.assign(**words)
+    return table.rename(columns={column: f"{column} (%)" for column in columns if units[column] == "%"})
+
+
+def figure(fig: Figure, data: pd.DataFrame, out: str, name: str) -> Figure:
+    """Keep a figure with its data in ``out`` (if that is set), and hand it back to be shown."""
+    from llmlab.viz.style import save_figure
+
+    save_figure(fig, data, Path(out) / "figures" if out else None, name)
+    return fig
+
+
+def verdict(
+    claim_id: str, numbers: Mapping[str, float], *, clocked: bool, machine: str = "", model: str = "", out: str = ""
+) -> Finding:
+    """Judge a claim by its rule, print rule and verdict, and keep the finding in ``out`` (if that is set).
+
+    Args:
+        clocked: whether the numbers depend on this machine; then the verdict's line is not compared by the tests.
+    """
+    from llmlab.measure.claims import claim, judge
+
+    finding = judge(claim_id, numbers, machine=machine, model=model, out=out)
+    one = claim(claim_id)
+    print(f"{claim_id}: {one.statement}\nrule: {one.rule}")
+    (measured if clocked else print)(f"verdict: {finding.verdict}" if not clocked else str(finding))
+    return finding
+
+
+def choose_model(model: str) -> str:
+    """The model's directory if it is here; for the default model, where that was not fetched, the small one that always is.
+
+    Raises:
+        ValueError, FileNotFoundError: as :func:`llmlab.hub.resolve_model`, for any other model.
+    """
+    from llmlab.hub import PACKAGED_MODELS, models_dir, resolve_model, tiny_model_dir
+
+    if model in PACKAGED_MODELS and not (models_dir() / model / "config.json").is_file():
+        if not (tiny_model_dir() / "config.json").is_file():
+            raise FileNotFoundError(f"the model {model} is not here; get it with: llmlab fetch {model}")
+        machine(f"{model} is not here (llmlab fetch {model} gets it): the tiny model is measured instead")
+        return str(tiny_model_dir())
+    path = resolve_model(model)
+    machine(f"model: {path.name}")
+    return str(path)
+
+
+def _device(device: str) -> str:
+    import torch
+
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def _marked(mark: str, parts: tuple[Any, ...]) -> None:
+    for line in " ".join(str(part) for part in parts).splitlines():
+        print(f"[{mark}] {line}")
