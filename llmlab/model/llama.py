@@ -34,8 +34,9 @@ class LlamaForCausalLM:
         self.ops = ops
         self.rotary = RotaryTable(config.rope, max_model_len, weights.embed_tokens.device)
         self.scale = config.head_dim**-0.5
+        pack = ops.linear_packer()
         for linear in weights.linears():
-            linear.weight = ops.pack_linear(linear.weight)
+            linear.weight = pack(linear.weight)
 
     def forward(self, batch: Batch, kv_caches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Hidden states ``[num_sched_tokens, hidden_size]`` after the final norm.

@@ -109,18 +109,18 @@ class OpSet:
         for name, one in ops.items():
             setattr(self, name, _bind(one, one.implementation(backend, device)))
 
-    def pack_linear(self, weight: torch.Tensor) -> Any:
-        """The form of a weight ``[out_features, in_features]`` in which this set's ``linear`` streams it fastest.
+    def linear_packer(self) -> Callable[[torch.Tensor], Any]:
+        """A function from a weight ``[out_features, in_features]`` to the form in which this set's ``linear`` reads it fastest.
 
-        On a CPU the weight is laid out once for oneDNN and for the streaming GEMV; elsewhere it is the tensor itself.
+        On a CPU each weight is laid out once, one behind the other; elsewhere it is the tensor itself. Use one packer a model.
         """
-        if self.backend != "torch" or self.device.type != "cpu":
-            return weight
-        try:
-            from llmlab.ops.cpu.linear import pack_linear
-        except ModuleNotFoundError:
-            return weight
-        return pack_linear(weight)
+        if self.backend == "torch" and self.device.type == "cpu":
+            try:
+                from llmlab.ops.cpu.linear import LinearPacker
+            except ModuleNotFoundError:  # no numba: the reference reads plain tensors
+                return lambda weight: weight
+            return LinearPacker()
+        return lambda weight: weight
 
     def __getattr__(self, name: str) -> Callable[..., Any]:  # only reached for a name that is no op
         raise AttributeError(f"no op is called {name!r}")
