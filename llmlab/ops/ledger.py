@@ -6,6 +6,7 @@ symbol that stands for two sizes in one call is a broken contract.
 
 from __future__ import annotations
 
+import math
 import time
 import types
 import typing
@@ -180,7 +181,7 @@ def _record(one: Op, role: str, name: str, value: Any, hint: Any, sizes: dict[st
             symbol, size = _solve(symbol, size, where)
             if sizes.setdefault(symbol, size) != size:
                 raise ValueError(f"{where} has shape {shape}: {symbol} is {size} here and {sizes[symbol]} before")
-    nbytes = value.numel() * value.dtype.itemsize if isinstance(value, Tensor) else value.nbytes
+    nbytes = math.prod(shape) * value.dtype.itemsize  # of a packed weight too, which is a tensor in another layout
     return TensorRecord(role, name, f"[{', '.join(symbols)}]", shape, value.dtype, nbytes)
 
 
