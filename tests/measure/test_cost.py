@@ -1,4 +1,4 @@
-"""The cost of a step on paper against what others count: Hugging Face's parameters, torch's FLOP counter, a real step's ledger."""
+"""The cost of a step on paper, against Hugging Face's parameters, torch's FLOP counter and a real step's ledger."""
 
 from __future__ import annotations
 
