@@ -165,9 +165,9 @@ def record_decode(llm: LLM, num_reqs: int, context: int, steps: int = 15, seed: 
 
     The prompts are computed first, unrecorded. Raises ValueError if the context leaves no room for the steps.
     """
-    prompt = context - steps // 2 - 1
+    prompt = context - steps // 2 - 2  # one unrecorded decode step comes between the prompt and the first recorded one
     if prompt < 1:
-        raise ValueError(f"context must be more than {steps // 2 + 1} for {steps} steps, got {context}")
+        raise ValueError(f"context must be more than {steps // 2 + 2} for {steps} steps, got {context}")
     rng = np.random.default_rng(seed)
     names = [f"decode-{r}" for r in range(num_reqs)]
     for name in names:

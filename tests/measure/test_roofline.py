@@ -188,7 +188,7 @@ def test_the_engines_own_steps_are_recorded(llm: LLM) -> None:
     assert prefill.steps == 3
     attention = prefill.ops[prefill.ops["group"] == "attention"].iloc[0]
     assert attention["flops"] == 6 * (20 * 21 // 2) * (4 * 8 + 5)
-    decode = record_decode(llm, num_reqs=3, context=12, steps=5)  # all prompts fit one step
+    decode = record_decode(llm, num_reqs=3, context=12, steps=5)  # all prompts in one step
     attention = decode.ops[decode.ops["group"] == "attention"].iloc[0]
     assert attention["flops"] == 6 * 3 * 12 * (4 * 8 + 5)  # the median step's context is the one that was asked for
     head = decode.ops[decode.ops["group"] == "head"].iloc[0]
