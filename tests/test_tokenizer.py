@@ -145,10 +145,13 @@ def test_load_names_what_it_can_t_take(source):
         Tokenizer.load(source)
 
 
-def test_load_takes_instances(hf, model_dir):
+def test_load_takes_instances(hf, model_dir, tmp_path_factory):
     assert Tokenizer.load(hf).encode("Hello") == hf.encode("Hello")
     assert Tokenizer.load(hf).eos_token_ids == [2]
     assert Tokenizer.load(hf, model_dir).eos_token_ids == [2, 0]
+    other = tmp_path_factory.mktemp("other")
+    (other / "config.json").write_text('{"eos_token_id": 5}')
+    assert Tokenizer.load(model_dir, other).eos_token_ids == [5]
     ours = bpe.Tokenizer.train(CORPUS, 300, special_tokens=["</s>"])
     loaded = Tokenizer.load(ours, model_dir)
     assert loaded.encode("Hello</s>") == ours.encode("Hello</s>", allowed_special="all")
@@ -304,7 +307,7 @@ def test_special_tokens_in_a_message_raise_where_transformers_can_t_keep_them(mo
         )
 
     monkeypatch.setattr(tokenizer.tokenizer, "apply_chat_template", types.MethodType(older, tokenizer.tokenizer))
-    assert tokenizer.encode_chat([{"role": "user", "content": "Hello"}])[0] == 1
+    assert tokenizer.encode_chat([{"role": "user", "content": "Hello <tool>"}])[0] == 1
     with pytest.raises(ValueError, match="</s>"):
         tokenizer.encode_chat([{"role": "user", "content": [{"type": "text", "text": "bye</s>"}]}])
 
