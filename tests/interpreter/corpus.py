@@ -40,7 +40,12 @@ def elementwise(x, y, o, n, B: tl.constexpr):
     b = tl.load(y + i, mask=m, other=1.0)
     p, q = _helper(a, b)
     r = tl.exp(-tl.abs(a)) + tl.log(tl.abs(b) + 1.0) + tl.sqrt(tl.abs(p)) * tl.sigmoid(q) + tl.floor(a) - tl.ceil(b)
-    r += tl.sin(a) * tl.cos(b) + tl.exp2(tl.minimum(a, b)) + tl.maximum(a, 0.5) + tl.clamp(a, -0.5, 0.5) / (tl.abs(b) + GLOBAL)
+    r += (
+        tl.sin(a) * tl.cos(b)
+        + tl.exp2(tl.minimum(a, b))
+        + tl.maximum(a, 0.5)
+        + tl.clamp(a, -0.5, 0.5) / (tl.abs(b) + GLOBAL)
+    )
     tl.store(o + i, tl.fma(r, a, tl.rsqrt(tl.abs(b) + 1e-3)) + tl.erf(a), mask=m)
 
 
@@ -141,7 +146,12 @@ def shapes(x, o, N: tl.constexpr):
     both = tl.reshape(tl.join(right, left), [N])
     turned = tl.reshape(tl.trans(square), [N])
     wide = tl.broadcast_to(tl.sum(square, 1)[:, None], [N // 8, 8])
-    flat = tl.interleave(left, right) + tl.permute(square, 1, 0).reshape(N) + tl.ravel(wide) + tl.expand_dims(a, 0).reshape(N)
+    flat = (
+        tl.interleave(left, right)
+        + tl.permute(square, 1, 0).reshape(N)
+        + tl.ravel(wide)
+        + tl.expand_dims(a, 0).reshape(N)
+    )
     tl.store(o + tl.arange(0, N), both + 2 * turned + 3 * flat + tl.full([N], 0.25, tl.float32))
 
 
@@ -202,16 +212,31 @@ def cases() -> dict[str, tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, 
     n = SIZE
     return {
         "elementwise": (elementwise, (4,), (_floats(50), _floats(50, seed=2), _out(50), 50), {"B": 16}),
-        "integers": (integers, (1,), (_ints(n) - 25, _ints(n, seed=3), _out(n, dtype=torch.int32), _out(n, dtype=torch.int64), 45), {"B": n}),
+        "integers": (
+            integers,
+            (1,),
+            (_ints(n) - 25, _ints(n, seed=3), _out(n, dtype=torch.int32), _out(n, dtype=torch.int64), 45),
+            {"B": n},
+        ),
         "control_flow": (control_flow, (1,), (_out(4, dtype=torch.int32), 2, 17), {"STEPS": 5}),
         "early_return": (early_return, (6,), (_floats(6), _out(6), 4), {}),
         "reductions": (reductions, (1,), (_floats(8, 16), _out(56)), {"M": 8, "N": 16}),
         "scans": (scans, (1,), (_floats(n), _out(6 * n), _out(8, dtype=torch.int32)), {"N": n}),
-        "products": (products, (1,), (_floats(16, 32), _floats(32, 8), _out(16, 8), _out(8, 16)), {"M": 16, "N": 8, "K": 32}),
+        "products": (
+            products,
+            (1,),
+            (_floats(16, 32), _floats(32, 8), _out(16, 8), _out(8, 16)),
+            {"M": 16, "N": 8, "K": 32},
+        ),
         "shapes": (shapes, (1,), (_floats(n), _out(n)), {"N": n}),
         "atomics": (atomics, (5,), (_floats(16), _out(4), _out(64, dtype=torch.int32), 16), {}),
         "random_numbers": (random_numbers, (1,), (_out(n), _out(n, dtype=torch.int64), 1234), {"N": n}),
-        "conversions": (conversions, (1,), (_floats(n), _out(n), _out(n, dtype=torch.float16), _out(n, dtype=torch.int64)), {"N": n}),
+        "conversions": (
+            conversions,
+            (1,),
+            (_floats(n), _out(n), _out(n, dtype=torch.float16), _out(n, dtype=torch.int64)),
+            {"N": n},
+        ),
         "descriptors": (descriptors, (2, 2), (_floats(20, 24), _out(20, 24), 20, 24), {"BM": 16, "BN": 16}),
     }
 

@@ -21,10 +21,14 @@ def _pairs(count: int = 1 << 15) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(0, 65536, (2, count), generator=generator, dtype=torch.int32).to(torch.int16).view(BF16)
     near = torch.randn(2, count, generator=generator).to(BF16)
-    special = torch.tensor([0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), float("nan"), 3.3895e38, 9.2e-41, 1.1755e-38]).to(BF16)
+    special = torch.tensor(
+        [0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), float("nan"), 3.3895e38, 9.2e-41, 1.1755e-38]
+    ).to(BF16)
     left, right = torch.meshgrid(special, special, indexing="ij")
     pad = torch.zeros(412, dtype=BF16)  # up to a multiple of 512
-    return torch.cat([values[0], near[0], left.reshape(-1), pad]), torch.cat([values[1], near[1], right.reshape(-1), pad])
+    return torch.cat([values[0], near[0], left.reshape(-1), pad]), torch.cat(
+        [values[1], near[1], right.reshape(-1), pad]
+    )
 
 
 def _same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -117,7 +121,9 @@ def test_casts_to_bf16_round_to_nearest_even(source: torch.dtype) -> None:
     around = [every.float(), halfway]
     around += [(halfway.view(torch.int32) + step).view(torch.float32) for step in (-1, 1)]
     values = torch.cat(around).to(source)
-    if source == torch.float64:  # torch rounds doubles twice, through float32; midpoints plus a hair show the difference
+    if (
+        source == torch.float64
+    ):  # torch rounds doubles twice, through float32; midpoints plus a hair show the difference
         finite = halfway.double()[halfway.isfinite()][: 512 * 100]
         nudged = finite * (1 + 2.0**-40)
         up = _cast(nudged, BF16).double()
@@ -130,7 +136,9 @@ def test_casts_to_bf16_round_to_nearest_even(source: torch.dtype) -> None:
 def test_integers_to_bf16_round_once() -> None:
     values = torch.cat([torch.arange(-(2**15), 2**15), torch.randint(-(2**31), 2**31, (2**15,))]).int()
     _same_bits(_cast(values, BF16), values.double().float().to(BF16))
-    assert _cast(torch.full((512,), 16842753, dtype=torch.int32), BF16)[0] == 16908288  # 2^24 + 2^16 + 1: above a midpoint
+    assert (
+        _cast(torch.full((512,), 16842753, dtype=torch.int32), BF16)[0] == 16908288
+    )  # 2^24 + 2^16 + 1: above a midpoint
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

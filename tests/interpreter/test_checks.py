@@ -48,7 +48,9 @@ def test_a_neighbour_in_the_same_storage_is_out_of_bounds() -> None:
         "out-of-bounds-load"
     ]
     column = qkv.T[3]  # stride 48
-    assert kinds(run(_copy, (1,), column, out, 2, B=2, MASK_LOAD=True, MASK_STORE=True, checks=ALL)) == ["out-of-bounds-load"]
+    assert kinds(run(_copy, (1,), column, out, 2, B=2, MASK_LOAD=True, MASK_STORE=True, checks=ALL)) == [
+        "out-of-bounds-load"
+    ]
     assert k.is_contiguous() is False
 
 
@@ -190,7 +192,11 @@ def _float_atomic(x, o):
 
 def test_float_atomics_depend_on_the_order() -> None:
     x = torch.tensor([1e8, 1.0, -1e8, 1.0])
-    found = {kind for seed in range(4) for kind in kinds(run(_float_atomic, (4,), x, torch.zeros(1), checks=Checks(order_seed=seed)))}
+    found = {
+        kind
+        for seed in range(4)
+        for kind in kinds(run(_float_atomic, (4,), x, torch.zeros(1), checks=Checks(order_seed=seed)))
+    }
     assert found == {"order-dependence"}
     assert run(_float_atomic, (4,), x, torch.zeros(1), checks=Checks(order_seed=None)) == []
 
@@ -290,7 +296,9 @@ def test_sessions_collect_nest_and_raise() -> None:
     with pytest.raises(KernelFindings, match="out-of-bounds-load") as caught, checked(raise_on_findings=True):
         run(_copy, (3,), x, out, 40, **bad)
     assert len(caught.value.findings) == 1
-    with pytest.raises(KernelError):  # nothing is on outside: the address leaves the storage, and that is all that is seen
+    with pytest.raises(
+        KernelError
+    ):  # nothing is on outside: the address leaves the storage, and that is all that is seen
         run(_copy, (3,), x, out, 40, **bad)
 
 

@@ -38,7 +38,8 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
 
 
 NAMES = (
-    "elementwise integers control_flow early_return reductions scans products shapes atomics random_numbers conversions descriptors"
+    "elementwise integers control_flow early_return reductions scans products shapes atomics "
+    "random_numbers conversions descriptors"
 ).split()
 
 
