@@ -1,324 +1,20 @@
-"""Attention over the paged KV cache: one kernel for any mix of prefill chunks and decodes.
+"""Attention over the paged KV cache: which launches of the kernel a batch takes.
 
-Requests are found by bisecting query_start_loc, so that the grid depends on shapes alone and needs no host
-synchronisation. Rows of keys are addressed through the block table one by one, in strides known at compile time; every
-key that is not to be seen is loaded as zeros, because an unwritten slot may hold NaN.
+Decodes and prefill chunks want different tiles: a decode reads a whole context for a handful of rows, so it takes a
+narrow tile and many programs (``flash_decoding``); a chunk reuses what it reads, so it takes a wide one. A batch of both
+takes two launches, each leaving the other's requests out: which requests those are only the device knows.
 """
 
 import torch
-import triton
-import triton.language as tl
-from llmlab.kernels.attention_tile import Tile, attend_tile, attention_work, choose_tile, find_request
-from llmlab.kernels.launch import launch
-from llmlab.kernels.merge import merge_attention_states  # part of this family of ops
+from llmlab.kernels.attention_tile import TILES, Tile, attention_work, choose_tile, queries_per_tile
+from llmlab.kernels.flash_decoding import attend_in_splits, choose_splits
+from llmlab.kernels.merge import merge_attention_states
+from llmlab.kernels.paged_kernel import check_attention, launch_paged_attention, meta_batch
 from llmlab.kernels.spec import CompileCase, capture
-from llmlab.kernels.tiles import LOG2_E, ceil_div, next_power_of_2, require_unit_stride
+from llmlab.kernels.tiles import architecture
 from torch import Tensor
 
 __all__ = ["merge_attention_states", "paged_attention"]
-
-
-@triton.jit
-def load_kv_tile(
-    cache_ptr,  # stands at this KV head of slot 0
-    block_table_ptr,  # stands at this request's row
-    keys,
-    first_key,
-    end_key,
-    STRIDE_BLOCK: tl.constexpr,
-    STRIDE_SLOT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """The keys (or values) at positions ``keys[N]`` as [N, BLOCK_D]; with MASKED, zeros outside [first_key, end_key)."""
-    dims = tl.arange(0, BLOCK_D)
-    if MASKED:
-        key_mask = (keys >= first_key) & (keys < end_key)
-        blocks = tl.load(block_table_ptr + keys // BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
-    else:
-        blocks = tl.load(block_table_ptr + keys // BLOCK_SIZE).to(tl.int64)
-    rows = blocks * STRIDE_BLOCK + keys % BLOCK_SIZE * STRIDE_SLOT
-    pointers = cache_ptr + rows[:, None] + dims[None, :]
-    if MASKED:
-        mask = key_mask[:, None]
-        if HEAD_DIM < BLOCK_D:
-            mask = mask & (dims < HEAD_DIM)[None, :]
-        return tl.load(pointers, mask=mask, other=0.0)
-    elif HEAD_DIM < BLOCK_D:
-        return tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-    else:
-        return tl.load(pointers)
-
-
-@triton.jit
-def fold_paged_tile(
-    q,
-    start,
-    acc,
-    row_max,
-    row_sum,
-    key_ptr,
-    value_ptr,
-    table_ptr,
-    last_key,
-    first_key,
-    end_key,
-    scale_log2,
-    soft_cap,
-    window,
-    KEY_STRIDE_BLOCK: tl.constexpr,
-    KEY_STRIDE_SLOT: tl.constexpr,
-    VALUE_STRIDE_BLOCK: tl.constexpr,
-    VALUE_STRIDE_SLOT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Load the tile of keys at ``start`` and its values from their pages, and attend to it."""
-    BLOCK_D: tl.constexpr = q.shape[1]
-    keys = start + tl.arange(0, BLOCK_N)
-    k = load_kv_tile(
-        key_ptr,
-        table_ptr,
-        keys,
-        first_key,
-        end_key,
-        KEY_STRIDE_BLOCK,
-        KEY_STRIDE_SLOT,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_SIZE,
-        MASKED,
-    )
-    v = load_kv_tile(
-        value_ptr,
-        table_ptr,
-        keys,
-        first_key,
-        end_key,
-        VALUE_STRIDE_BLOCK,
-        VALUE_STRIDE_SLOT,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_SIZE,
-        MASKED,
-    )
-    return attend_tile(
-        q,
-        k,
-        v,
-        keys,
-        last_key,
-        end_key,
-        window,
-        acc,
-        row_max,
-        row_sum,
-        scale_log2,
-        soft_cap,
-        HAS_WINDOW,
-        HAS_SOFT_CAP,
-        MASKED,
-        PRECISION,
-    )
-
-
-@triton.jit
-def paged_attention_kernel(
-    out_ptr,  # [T, Hq, D]; with splits [T, Hq, NUM_SPLITS, D] in float32
-    lse_ptr,  # [T, Hq] in natural logarithms; with splits [T, Hq, NUM_SPLITS] in base 2
-    q_ptr,
-    key_cache_ptr,
-    value_cache_ptr,
-    block_table_ptr,
-    query_start_loc_ptr,
-    seq_lens_ptr,
-    num_reqs,
-    num_query_blocks,
-    q_stride_token,
-    q_stride_head,
-    block_table_stride,
-    scale_log2,
-    soft_cap,
-    window,
-    KEY_STRIDE_BLOCK: tl.constexpr,
-    KEY_STRIDE_SLOT: tl.constexpr,
-    KEY_STRIDE_HEAD: tl.constexpr,
-    VALUE_STRIDE_BLOCK: tl.constexpr,
-    VALUE_STRIDE_SLOT: tl.constexpr,
-    VALUE_STRIDE_HEAD: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS_PER_TILE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr,
-    STORE_LSE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    BLOCK_Q: tl.constexpr = BLOCK_M // HEADS_PER_TILE
-    PARTS: tl.constexpr = (GROUP + HEADS_PER_TILE - 1) // HEADS_PER_TILE
-    program = tl.program_id(0)
-    part = program % PARTS
-    kv_head = program // PARTS % NUM_KV_HEADS
-    # Late queries see the most keys under the causal mask: they go first, so that the short programs fill the tail.
-    query_block = num_query_blocks - 1 - program // (PARTS * NUM_KV_HEADS)
-    request = find_request(query_start_loc_ptr, query_block, num_reqs, BLOCK_Q)
-    query_start = tl.load(query_start_loc_ptr + request)
-    query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
-    first_query = (query_block - query_start // BLOCK_Q - request) * BLOCK_Q
-    if first_query >= query_len:
-        return
-    seq_len = tl.load(seq_lens_ptr + request)
-    context_len = seq_len - query_len
-
-    rows = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    queries = first_query + rows // HEADS_PER_TILE
-    heads = part * HEADS_PER_TILE + rows % HEADS_PER_TILE
-    q_heads = kv_head * GROUP + heads
-    row_mask = (queries < query_len) & (rows < BLOCK_Q * HEADS_PER_TILE) & (heads < GROUP)
-    q_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
-    tokens = (query_start + queries).to(tl.int64)
-    q = tl.load(
-        q_ptr + (tokens * q_stride_token + q_heads * q_stride_head)[:, None] + dims[None, :], mask=q_mask, other=0.0
-    )
-
-    # Tiles of keys [first_tile, left_end) meet the window's edge, [left_end, full_end) are seen by every row,
-    # [full_end, end_key) meet the diagonal.
-    last_key = context_len + queries
-    end_key = tl.minimum(context_len + first_query + BLOCK_Q, seq_len)
-    first_key = 0
-    if HAS_WINDOW:
-        first_key = tl.maximum(context_len + first_query - window + 1, 0)
-    first_tile = first_key // BLOCK_N * BLOCK_N
-    split = 0
-    if NUM_SPLITS > 1:
-        split = tl.program_id(1)
-        tiles_per_split = tl.cdiv(tl.cdiv(end_key - first_tile, BLOCK_N), NUM_SPLITS)
-        first_tile += split * tiles_per_split * BLOCK_N
-        end_key = tl.minimum(end_key, first_tile + tiles_per_split * BLOCK_N)
-    full_end = tl.minimum(context_len + first_query + 1, end_key) // BLOCK_N * BLOCK_N
-    full_end = tl.maximum(full_end, first_tile)
-    left_end = first_tile
-    if HAS_WINDOW:
-        left_end = tl.cdiv(context_len + first_query + BLOCK_Q - window, BLOCK_N) * BLOCK_N
-        left_end = tl.minimum(tl.maximum(left_end, first_tile), full_end)
-
-    key_ptr = key_cache_ptr + kv_head.to(tl.int64) * KEY_STRIDE_HEAD
-    value_ptr = value_cache_ptr + kv_head.to(tl.int64) * VALUE_STRIDE_HEAD
-    table_ptr = block_table_ptr + request.to(tl.int64) * block_table_stride
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_WINDOW:
-        for start in tl.range(first_tile, left_end, BLOCK_N, num_stages=STAGES):
-            acc, row_max, row_sum = fold_paged_tile(
-                q,
-                start,
-                acc,
-                row_max,
-                row_sum,
-                key_ptr,
-                value_ptr,
-                table_ptr,
-                last_key,
-                first_key,
-                end_key,
-                scale_log2,
-                soft_cap,
-                window,
-                KEY_STRIDE_BLOCK,
-                KEY_STRIDE_SLOT,
-                VALUE_STRIDE_BLOCK,
-                VALUE_STRIDE_SLOT,
-                HEAD_DIM,
-                BLOCK_SIZE,
-                BLOCK_N,
-                HAS_WINDOW,
-                HAS_SOFT_CAP,
-                PRECISION,
-                MASKED=True,
-            )
-    for start in tl.range(left_end, full_end, BLOCK_N, num_stages=STAGES):
-        acc, row_max, row_sum = fold_paged_tile(
-            q,
-            start,
-            acc,
-            row_max,
-            row_sum,
-            key_ptr,
-            value_ptr,
-            table_ptr,
-            last_key,
-            first_key,
-            end_key,
-            scale_log2,
-            soft_cap,
-            window,
-            KEY_STRIDE_BLOCK,
-            KEY_STRIDE_SLOT,
-            VALUE_STRIDE_BLOCK,
-            VALUE_STRIDE_SLOT,
-            HEAD_DIM,
-            BLOCK_SIZE,
-            BLOCK_N,
-            HAS_WINDOW,
-            HAS_SOFT_CAP,
-            PRECISION,
-            MASKED=False,
-        )
-    for start in tl.range(full_end, end_key, BLOCK_N, num_stages=STAGES):
-        acc, row_max, row_sum = fold_paged_tile(
-            q,
-            start,
-            acc,
-            row_max,
-            row_sum,
-            key_ptr,
-            value_ptr,
-            table_ptr,
-            last_key,
-            first_key,
-            end_key,
-            scale_log2,
-            soft_cap,
-            window,
-            KEY_STRIDE_BLOCK,
-            KEY_STRIDE_SLOT,
-            VALUE_STRIDE_BLOCK,
-            VALUE_STRIDE_SLOT,
-            HEAD_DIM,
-            BLOCK_SIZE,
-            BLOCK_N,
-            HAS_WINDOW,
-            HAS_SOFT_CAP,
-            PRECISION,
-            MASKED=True,
-        )
-
-    # A row that saw no key gives 0 and a log-sum-exp of -inf.
-    denominator = tl.where(row_sum == 0.0, 1.0, row_sum)
-    out = acc / denominator[:, None]
-    out_rows = (tokens * (NUM_KV_HEADS * GROUP) + q_heads) * NUM_SPLITS + split
-    tl.store(out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=q_mask)
-    if STORE_LSE:
-        lse = row_max + tl.math.log2(denominator)
-        if NUM_SPLITS == 1:
-            lse *= 0.6931471805599453
-        tl.store(lse_ptr + out_rows, lse, mask=row_mask)
 
 
 def paged_attention(
@@ -344,159 +40,32 @@ def paged_attention(
     """
     check_attention(q, key_cache, value_cache, block_table, query_start_loc, seq_lens, scale, sliding_window, soft_cap)
     num_tokens, num_heads, head_dim = q.shape
+    num_reqs, group = seq_lens.shape[0], num_heads // key_cache.shape[2]
+    machine = architecture(q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((num_tokens, num_heads) if return_lse else (0,), dtype=torch.float32, device=q.device)
-    if out.numel():
-        tile = choose_tile(num_tokens, seq_lens.shape[0], num_heads // key_cache.shape[2], head_dim, q.dtype)
-        launch_paged_attention(
-            out,
-            lse if return_lse else None,
-            q,
-            key_cache,
-            value_cache,
-            block_table,
-            query_start_loc,
-            seq_lens,
-            scale,
-            sliding_window,
-            soft_cap,
-            tile,
-            num_splits=1,
+    lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device) if return_lse else None
+    operands = (q, key_cache, value_cache, block_table, query_start_loc, seq_lens, scale, sliding_window, soft_cap)
+    if out.numel() == 0:
+        pass
+    elif num_tokens <= num_reqs or num_reqs == 1 or q.dtype == torch.float32:
+        tile = choose_tile(num_tokens, num_reqs, group, head_dim, q.dtype, machine)
+        attend_in_splits(
+            out, lse, *operands, tile, choose_splits(q, key_cache, block_table, num_reqs, sliding_window, tile)
         )
-    return (out, lse) if return_lse else out
-
-
-def launch_paged_attention(
-    out: Tensor,
-    lse: Tensor | None,
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    tile: Tile,
-    num_splits: int,
-) -> None:
-    """Launch the kernel with one tile; with splits, ``out`` and ``lse`` are the partial results that it describes."""
-    num_tokens, num_heads, head_dim = q.shape
-    num_reqs = seq_lens.shape[0]
-    _, block_size, num_kv_heads, _ = key_cache.shape
-    group = num_heads // num_kv_heads
-    heads_per_tile = min(group, tile.block_m)
-    num_query_blocks = num_tokens // (tile.block_m // heads_per_tile) + num_reqs
-    cap_log2, scale_log2 = 0.0, scale * LOG2_E
-    if soft_cap is not None:
-        cap_log2, scale_log2 = soft_cap * LOG2_E, 2.0 * scale / soft_cap * LOG2_E
-    launch(
-        paged_attention_kernel,
-        (num_query_blocks * num_kv_heads * ceil_div(group, heads_per_tile), num_splits),
-        out,
-        lse,
-        q,
-        key_cache,
-        value_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        num_reqs,
-        num_query_blocks,
-        q.stride(0),
-        q.stride(1),
-        block_table.stride(0),
-        scale_log2,
-        cap_log2,
-        sliding_window or 0,
-        KEY_STRIDE_BLOCK=key_cache.stride(0),
-        KEY_STRIDE_SLOT=key_cache.stride(1),
-        KEY_STRIDE_HEAD=key_cache.stride(2),
-        VALUE_STRIDE_BLOCK=value_cache.stride(0),
-        VALUE_STRIDE_SLOT=value_cache.stride(1),
-        VALUE_STRIDE_HEAD=value_cache.stride(2),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        HEADS_PER_TILE=heads_per_tile,
-        HEAD_DIM=head_dim,
-        BLOCK_D=max(16, next_power_of_2(head_dim)),
-        BLOCK_SIZE=block_size,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        STAGES=tile.num_stages,
-        NUM_SPLITS=num_splits,
-        HAS_WINDOW=sliding_window is not None,
-        HAS_SOFT_CAP=soft_cap is not None,
-        STORE_LSE=lse is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else None,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-
-
-def check_attention(
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-) -> None:
-    """Raise ValueError unless the arguments of ``paged_attention`` belong together."""
-    if q.ndim != 3 or key_cache.ndim != 4 or value_cache.shape != key_cache.shape or key_cache.shape[3] != q.shape[2]:
-        raise ValueError(
-            f"paged_attention: q must be [T, Hq, D] and both caches [N, B, Hkv, D], not {tuple(q.shape)}, "
-            f"{tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
-        )
-    if q.shape[1] % key_cache.shape[2]:
-        raise ValueError(f"paged_attention: {q.shape[1]} query heads cannot share {key_cache.shape[2]} KV heads evenly")
-    if key_cache.dtype != q.dtype or value_cache.dtype != q.dtype:
-        raise ValueError(f"paged_attention: q is {q.dtype}, the caches are {key_cache.dtype} and {value_cache.dtype}")
-    num_reqs = seq_lens.shape[0]
-    if block_table.ndim != 2 or block_table.shape[0] < num_reqs or query_start_loc.shape != (num_reqs + 1,):
-        raise ValueError(
-            f"paged_attention: for {num_reqs} requests, block_table must have their rows and query_start_loc "
-            f"{num_reqs + 1} entries, not {tuple(block_table.shape)} and {tuple(query_start_loc.shape)}"
-        )
-    for name, tensor in (
-        ("q", q),
-        ("key_cache", key_cache),
-        ("value_cache", value_cache),
-        ("block_table", block_table),
-    ):
-        require_unit_stride(f"paged_attention: {name}", tensor)
-    if not scale > 0.0:
-        raise ValueError(f"paged_attention: scale must be positive, not {scale}")
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"paged_attention: sliding_window must be at least 1, not {sliding_window}")
-    if soft_cap is not None and not soft_cap > 0.0:
-        raise ValueError(f"paged_attention: soft_cap must be positive, not {soft_cap}")
-
-
-def meta_batch(
-    num_tokens: int,
-    num_reqs: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int = 16,
-    dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(q, key_cache, value_cache, block_table, query_start_loc, seq_lens) on the meta device, q being a view of qkv."""
-    qkv = torch.empty(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device="meta")
-    cache = torch.empty(2, 4096, block_size, num_kv_heads, head_dim, dtype=dtype, device="meta")
-    block_table = torch.empty(num_reqs, 512, dtype=torch.int32, device="meta")
-    query_start_loc = torch.empty(num_reqs + 1, dtype=torch.int32, device="meta")
-    seq_lens = torch.empty(num_reqs, dtype=torch.int32, device="meta")
-    return qkv[:, :num_heads], cache[0], cache[1], block_table, query_start_loc, seq_lens
+    else:
+        narrow = choose_tile(num_reqs, num_reqs, group, head_dim, q.dtype, machine)
+        longest = num_tokens - num_reqs + 1  # the most queries that one request can have, if none is empty
+        wide = choose_tile(longest, 1, group, head_dim, q.dtype, machine)
+        fitting = queries_per_tile(narrow, group)
+        if longest > fitting:
+            launch_paged_attention(out, lse, *operands, wide, shorter_than=fitting + 1)
+        splits = choose_splits(q, key_cache, block_table, num_reqs, sliding_window, narrow, by_request=True)
+        attend_in_splits(out, lse, *operands, narrow, splits, by_request=True)
+    return out if lse is None else (out, lse)
 
 
 def compile_cases() -> list[CompileCase]:
-    """Every tile of the tables with Llama-like heads; block sizes, window, soft cap and log-sum-exp on the head_dim of 128."""
+    """What Llama-like batches launch, and every tile of the other machines' tables."""
     cases: list[CompileCase] = []
 
     def add(
@@ -508,24 +77,38 @@ def compile_cases() -> list[CompileCase]:
     ) -> None:
         num_tokens, num_reqs, num_heads, num_kv_heads, head_dim = batch
         args = meta_batch(*batch, block_size=block_size, dtype=dtype)
-        tile = choose_tile(num_tokens, num_reqs, num_heads // num_kv_heads, head_dim, dtype)
-        work = attention_work(tile, num_heads // num_kv_heads, head_dim, dtype.itemsize)
+        tile = choose_tile(num_tokens, num_reqs, num_heads // num_kv_heads, head_dim, dtype, "hopper")
+        work = {"paged_attention_kernel": attention_work(tile, head_dim, dtype.itemsize)}
         cases.extend(capture(name, lambda: paged_attention(*args, head_dim**-0.5, **options), work=work))
+
+    def add_tile(machine: str, target: str, kind: str, head_dim: int, tile: Tile) -> None:
+        args = meta_batch(8192, 64, 32, 8, head_dim)
+        out = torch.empty(args[0].shape, dtype=torch.bfloat16, device="meta")
+        cases.extend(
+            capture(
+                f"{machine}_{kind}_d{head_dim}",
+                lambda: launch_paged_attention(out, None, *args, head_dim**-0.5, None, None, tile),
+                work=attention_work(tile, head_dim, 2),
+                targets=(target,),
+            )
+        )
 
     for head_dim in (64, 80, 96, 128, 256):
         add(f"prefill_d{head_dim}", (8192, 1, 32, 8, head_dim))
-        add(f"short_d{head_dim}", (128, 16, 32, 8, head_dim))
+    for head_dim in (64, 128, 256):
+        add(f"short_d{head_dim}", (16, 1, 32, 8, head_dim))
         add(f"decode_d{head_dim}", (64, 64, 32, 8, head_dim))
+        add(f"float32_d{head_dim}", (8192, 1, 32, 8, head_dim), dtype=torch.float32)
+    add("mixed_d128", (2048, 65, 32, 8, 128))
     add("prefill_d64_group3", (8192, 1, 9, 3, 64))
-    for block_size in (32, 64, 256):
-        add(f"prefill_d128_page{block_size}", (8192, 1, 32, 8, 128), block_size)
-    add("decode_d128_page256", (64, 64, 32, 8, 128), 256)
+    add("decode_d128_group32", (64, 64, 32, 1, 128))
+    add("prefill_d128_page64", (8192, 1, 32, 8, 128), 64)
     add("prefill_d128_lse", (8192, 1, 32, 8, 128), return_lse=True)
     add("prefill_d128_window", (8192, 1, 32, 8, 128), sliding_window=4096)
     add("decode_d128_window", (64, 64, 32, 8, 128), sliding_window=4096)
     add("prefill_d256_soft_cap_window", (8192, 1, 16, 8, 256), sliding_window=4096, soft_cap=50.0)
-    for head_dim in (64, 128, 256):
-        add(f"float32_d{head_dim}", (8192, 1, 32, 8, head_dim), dtype=torch.float32)
-    add("float32_d128_group32", (64, 1, 32, 1, 128), dtype=torch.float32)
-    add("decode_d128_group32", (64, 64, 32, 1, 128))
+    for machine, target in (("ampere", "sm_80"), ("cdna", "gfx942")):
+        for kind in ("wide", "middle", "narrow"):
+            for head_dim, tile in getattr(TILES[machine], kind).items():
+                add_tile(machine, target, kind, head_dim, tile)
     return cases

@@ -93,27 +93,55 @@ class Tile:
     num_stages: int
 
 
-# By padded head_dim. The stages of the 16-row tiles count the block-table read too: five keep two tiles of K and V in flight.
-WIDE_TILES = {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 2), 256: Tile(128, 32, 8, 2)}
-MIDDLE_TILES = {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 8, 2)}
-NARROW_TILES = {64: Tile(16, 64, 4, 5), 128: Tile(16, 64, 4, 5), 256: Tile(16, 32, 4, 5)}
-# Full float32 has no tensor cores: small tiles, for exactness and not for speed.
+@dataclass(frozen=True)
+class Tiles:
+    """One machine's tiles by padded head_dim: ``wide`` for prefill, ``middle`` for up to 64 rows, ``narrow`` for decode."""
+
+    wide: dict[int, Tile]
+    middle: dict[int, Tile]
+    narrow: dict[int, Tile]
+
+
+# Stages count the block-table read too: five keep two tiles of K and V in flight where mma.sync consumes them.
+TILES = {
+    "hopper": Tiles(
+        wide={64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 2), 256: Tile(128, 32, 8, 2)},
+        middle={64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 3), 256: Tile(64, 64, 8, 2)},
+        narrow={64: Tile(16, 64, 4, 5), 128: Tile(16, 64, 4, 5), 256: Tile(16, 32, 4, 5)},
+    ),
+    "ampere": Tiles(
+        wide={64: Tile(128, 64, 8, 3), 128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 8, 2)},
+        middle={64: Tile(64, 64, 4, 3), 128: Tile(64, 32, 4, 3), 256: Tile(64, 32, 8, 2)},
+        narrow={64: Tile(16, 64, 4, 5), 128: Tile(16, 64, 4, 5), 256: Tile(16, 32, 4, 5)},
+    ),
+    "cdna": Tiles(
+        wide={64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(64, 32, 4, 2)},
+        middle={64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(64, 32, 4, 2)},
+        narrow={64: Tile(16, 64, 4, 2), 128: Tile(16, 64, 4, 2), 256: Tile(16, 32, 4, 2)},
+    ),
+}
+# Full float32 has no tensor cores anywhere: small tiles, for exactness and not for speed.
 FLOAT32_TILES = {64: Tile(16, 32, 4, 2), 128: Tile(16, 32, 8, 2), 256: Tile(16, 32, 8, 2)}
 
 
-def choose_tile(num_tokens: int, num_reqs: int, group: int, head_dim: int, dtype: torch.dtype) -> Tile:
+def choose_tile(num_tokens: int, num_reqs: int, group: int, head_dim: int, dtype: torch.dtype, machine: str) -> Tile:
     """The tile of a batch: by its mean query length, which is all that is known without asking the device."""
     block_d = max(64, next_power_of_2(head_dim))
-    if block_d not in WIDE_TILES:
-        raise ValueError(f"head_dim must be at most {max(WIDE_TILES)}, not {head_dim}")
+    if block_d not in FLOAT32_TILES:
+        raise ValueError(f"head_dim must be at most {max(FLOAT32_TILES)}, not {head_dim}")
     if dtype == torch.float32:
         return FLOAT32_TILES[block_d]
     rows = max(num_tokens * group // max(num_reqs, 1), group)
-    tiles = NARROW_TILES if rows <= 16 else MIDDLE_TILES if rows <= 64 else WIDE_TILES
-    return tiles[block_d]
+    tiles = TILES[machine]
+    return (tiles.narrow if rows <= 16 else tiles.middle if rows <= 64 else tiles.wide)[block_d]
 
 
-def attention_work(tile: Tile, group: int, head_dim: int, itemsize: int) -> Work:
+def queries_per_tile(tile: Tile, group: int) -> int:
+    """How many consecutive tokens of a request one tile of queries holds."""
+    return tile.block_m // min(group, tile.block_m)
+
+
+def attention_work(tile: Tile, head_dim: int, itemsize: int) -> Work:
     """What one tile of keys costs: two matrix products, and K and V read once."""
     return Work(
         flops=4.0 * tile.block_m * tile.block_n * head_dim, bytes=2.0 * tile.block_n * head_dim * itemsize, scope="loop"

@@ -23,6 +23,18 @@ def sm_count(device: torch.device) -> int:
     return H200_SMS if device.type == "meta" else 1
 
 
+def architecture(device: torch.device) -> str:
+    """The class of machine that tiles are chosen for: "hopper" (and later), "ampere" (and Ada), or "cdna" (AMD).
+
+    Without a GPU it is "hopper": what is interpreted and compiled by default is what ships for the first target.
+    """
+    if device.type != "cuda":
+        return "hopper"
+    if torch.version.hip is not None:
+        return "cdna"
+    return "hopper" if torch.cuda.get_device_capability(device) >= (9, 0) else "ampere"
+
+
 def row_tile(row_length: int, target: int = 2048, max_row: int = 65536) -> tuple[int, int, int]:
     """(rows, padded row length, warps) of a tile that holds whole rows of about ``target`` elements altogether.
 

@@ -1,4 +1,4 @@
-"""Every kernel test runs in the checked interpreter, against float64 oracles that are written here and share no code with the package."""
+"""Every kernel test runs in the checked interpreter, against float64 oracles that share no code with the package."""
 
 from __future__ import annotations
 
