@@ -260,14 +260,15 @@ class Scheduler:
     ) -> list[Request]:
         """Give every request the token sampled for it. Returns the requests that ended with it, their blocks freed.
 
-        Samples of partial prefills, and of requests that ended while the step ran, are discarded.
+        Samples of partial prefills, and of requests that ended while the step ran, are discarded, even if a new request
+        has taken the id: it has nothing computed yet.
         """
         latencies = TokenLatencies(self.clock())
         num_running, usage = len(self.running), self.kv_cache_manager.usage
         finished: list[Request] = []
         for request_id, token_id in sampled_token_ids.items():
             request = self.requests.get(request_id)
-            if request is None or request.status is not RUNNING or request.num_computed_tokens < request.num_tokens:
+            if request is None or request.num_computed_tokens < request.num_tokens:
                 continue
             request.append_output_token_id(token_id)
             latencies.add(request)

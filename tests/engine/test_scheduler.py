@@ -377,6 +377,16 @@ def test_hits_are_not_scheduled():
         assert output.num_cached_tokens == {"a": expected} and request.num_cached_tokens == expected
 
 
+@pytest.mark.parametrize("max_tokens", [5, 6, 9, 10])
+def test_a_conversation_hits_its_own_answers(max_tokens):
+    scheduler = make()
+    first = add(scheduler, "a", 4, max_tokens=max_tokens)
+    run_all(scheduler)
+    second = add(scheduler, "b", [*first.all_token_ids, 1, 2, 3])
+    step(scheduler)
+    assert second.num_cached_tokens == (4 + max_tokens - 1) // 4 * 4  # the last answered token was never computed
+
+
 def test_requests_of_one_step_share_what_the_first_computes():
     scheduler = make()
     prefix = list(range(8))
@@ -550,18 +560,16 @@ def test_a_victim_already_scheduled_is_taken_out_again_and_gives_back_its_budget
     assert computed > 0 and low.num_computed_tokens == 0 and scheduler.running == [high]
 
 
-def test_a_victims_unfinished_block_is_never_hit():
-    """It was published when "low" was scheduled; "low" left the step, so its last token was never written."""
-    scheduler = priority_scheduler(("low", 6, 9), ("high", 4, 0), num_blocks=3)
-    low = scheduler.requests["low"]
-    while not low.num_preemptions:
-        num_computed = low.num_computed_tokens
-        step(scheduler)
-    assert num_computed == 7, "the test must preempt in the very step that fills low's second block"
-    hits = scheduler.kv_cache_manager.get_computed_blocks(low)
-    assert len(hits) * 4 <= num_computed
-    probe = Request("probe", low.all_token_ids + [0], SamplingParams())
-    assert len(scheduler.kv_cache_manager.get_computed_blocks(probe)) <= 1
+def test_blocks_that_a_victim_did_not_get_to_write_are_never_hit():
+    """They were published when "low" was scheduled; then "low" left the step, and only one of them is reused at once."""
+    scheduler = make(num_blocks=7, policy="priority", long_prefill_token_threshold=8)
+    low = add(scheduler, "low", 28, priority=9)
+    assert scheduled(step(scheduler)) == {"low": 8}
+    add(scheduler, "high", 4, priority=0)
+    assert scheduled(step(scheduler)) == {"low": 8, "high": 4}
+    output = step(scheduler)  # "low" was given two blocks for 8 more tokens, then "high" needed one
+    assert scheduled(output) == {"high": 1} and output.preempted_req_ids == ("low",)
+    assert len(scheduler.kv_cache_manager.get_computed_blocks(low)) * 4 == 16
 
 
 def test_giving_way_to_itself_does_not_end_the_step_for_better_requests():
@@ -614,6 +622,36 @@ def test_swap_keeps_what_was_computed():
     assert first.num_output_tokens == second.num_output_tokens == 5
 
 
+def test_blocks_still_on_the_device_are_not_copied_back():
+    scheduler, _, second = two_that_do_not_fit(preemption_mode="swap", host=4)
+    assert len(step(scheduler).swap_out) == 2
+    while second.status is RequestStatus.PREEMPTED:
+        output = step(scheduler)
+    assert output.num_computed_tokens["b"] == 7 and output.num_cached_tokens["b"] == 4
+    assert [target for _, target in output.swap_in] == output.block_ids["b"][1:]
+    run_all(scheduler)
+
+
+def test_a_swapped_request_comes_back_with_what_it_had_even_if_others_got_further():
+    scheduler = make(num_blocks=8, policy="priority", preemption_mode="swap", host=8, long_prefill_token_threshold=6)
+    prompt = list(range(28))
+    request = add(scheduler, "slow", prompt, priority=9)
+    step(scheduler)
+    assert request.num_computed_tokens == 6
+    add(scheduler, "other", 24, priority=0, max_tokens=2)
+    while request.status is not RequestStatus.PREEMPTED:
+        step(scheduler)
+    num_computed = request.num_computed_tokens
+    add(scheduler, "twin", [*prompt, 50], priority=1, max_tokens=2)
+    while request.status is RequestStatus.PREEMPTED:
+        output = step(scheduler)
+    twin_blocks = scheduler.kv_cache_manager.get_computed_blocks(Request("probe", prompt, SamplingParams()))
+    assert len(twin_blocks) * 4 > num_computed, "the twin must have got further, or this tests nothing"
+    assert output.num_computed_tokens["slow"] == num_computed
+    assert output.num_cached_tokens["slow"] == num_computed // 4 * 4
+    run_all(scheduler)
+
+
 def test_a_full_host_falls_back_to_recompute():
     scheduler, _, second = two_that_do_not_fit(preemption_mode="swap", host=1, caching=False)
     output = step(scheduler)
@@ -655,6 +693,20 @@ def test_copies_of_a_failed_step_are_not_trusted():
     assert second.num_computed_tokens == 0 and second.host_block_ids == []
     run_all(scheduler)
     assert second.num_output_tokens == 5
+
+
+def test_blocks_that_a_failed_step_was_to_copy_in_are_not_trusted():
+    scheduler, _, second = two_that_do_not_fit(preemption_mode="swap", host=4)
+    step(scheduler)
+    while True:
+        output = scheduler.schedule()
+        if output.swap_in:
+            break
+        scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, TOKEN))
+    scheduler.fail_step(output, "device lost")
+    assert second.finish_reason == "error"
+    probe = Request("probe", [*second.all_token_ids, 1], SamplingParams())
+    assert scheduler.kv_cache_manager.get_computed_blocks(probe) == []
 
 
 # ---- it stands alone
