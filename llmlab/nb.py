@@ -109,7 +109,7 @@ def verdict(
     finding = judge(claim_id, numbers, machine=machine, model=model, out=out)
     one = claim(claim_id)
     print(f"{claim_id}: {one.statement}\nrule: {one.rule}")
-    (measured if clocked else print)(f"verdict: {finding.verdict}" if not clocked else str(finding))
+    (measured if clocked else print)(finding)
     return finding
 
 

@@ -1,0 +1,96 @@
+"""What notebooks print: marked if it was clocked, compared otherwise; and what they fall back to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from llmlab import hub, nb
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+def test_every_line_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    nb.measured("one\ntwo", 3)
+    nb.machine("four")
+    assert lines(capsys) == ["[measured] one", "[measured] two 3", "[machine] four"]
+
+
+def test_setup_names_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    nb.setup("cpu")
+    (line,) = lines(capsys)
+    assert line.startswith("[machine] ") and "torch" in line
+
+
+def test_expect_prints_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    nb.expect("bytes", 131072, 131072)
+    nb.expect("share", 0.7020, 0.70, tolerance=0.01)
+    assert lines(capsys) == ["bytes: 131,072", "share: 0.702 (within 1.0% of 0.7)"]
+    with pytest.raises(AssertionError, match="bytes: got 131073, must be 131072"):
+        nb.expect("bytes", 131073, 131072)
+    with pytest.raises(AssertionError, match="share"):
+        nb.expect("share", 0.72, 0.70, tolerance=0.01)
+
+
+def test_readable_columns() -> None:
+    table = pd.DataFrame({"flops": [2e12, np.nan], "share": [0.256, 0.5], "bound": ["a", "b"]})
+    words = nb.readable(table, {"flops": "FLOP", "share": "%", "absent": "s"})
+    assert words["flops"].tolist() == ["2 TFLOP", ""]
+    assert words["share (%)"].tolist() == ["25.6", "50.0"]
+    assert words["bound"].tolist() == ["a", "b"]
+
+
+def test_tables_are_compared_unless_clocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    import IPython.display
+
+    shown: list[dict[str, str]] = []
+    monkeypatch.setattr(IPython.display, "display", lambda data, raw: shown.append(data))
+    table = pd.DataFrame({"a": [1, 2]})
+    nb.show(table)
+    nb.show(table, clocked=True)
+    assert not any("[measured]" in d["text/html"] for d in shown)
+    assert "[measured]" not in shown[0]["text/plain"]
+    assert all(line.startswith("[measured] ") for line in shown[1]["text/plain"].splitlines())
+
+
+def test_a_verdict_shows_its_rule(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    nb.verdict("C04", {"slot": 137}, clocked=False, out=str(tmp_path))
+    printed = lines(capsys)
+    assert printed[1] == "rule: the engine's own batch builder gives 137"
+    assert printed[2] == "C04 confirmed (slot 137)"
+    assert (tmp_path / "claims" / "C04.json").is_file()
+    nb.verdict("C04", {"slot": 1}, clocked=True)
+    assert lines(capsys)[-1].startswith("[measured] C04 refuted")
+
+
+def model_at(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+
+
+def test_the_default_model_gives_way_to_the_tiny_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hub, "models_dir", lambda: tmp_path / "models")
+    monkeypatch.setattr(hub, "tiny_model_dir", lambda: tmp_path / "tiny")
+    with pytest.raises(FileNotFoundError, match="llmlab fetch"):
+        nb.choose_model("smollm2-135m-instruct")
+    model_at(tmp_path / "tiny")
+    assert nb.choose_model("smollm2-135m-instruct") == str(tmp_path / "tiny")
+    assert "the tiny model is measured instead" in lines(capsys)[-1]
+    model_at(tmp_path / "models" / "smollm2-135m-instruct")
+    assert nb.choose_model("smollm2-135m-instruct") == str(tmp_path / "models" / "smollm2-135m-instruct")
+    assert lines(capsys) == ["[machine] model: smollm2-135m-instruct"]
+
+
+def test_any_other_model_must_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model_at(tmp_path / "mine")
+    assert nb.choose_model(str(tmp_path / "mine")) == str(tmp_path / "mine")
+    assert lines(capsys) == ["[machine] model: mine"]
+    with pytest.raises(ValueError, match="nonsense"):
+        nb.choose_model("nonsense model")
