@@ -632,24 +632,21 @@ def test_blocks_still_on_the_device_are_not_copied_back():
     run_all(scheduler)
 
 
-def test_a_swapped_request_comes_back_with_what_it_had_even_if_others_got_further():
-    scheduler = make(num_blocks=8, policy="priority", preemption_mode="swap", host=8, long_prefill_token_threshold=6)
-    prompt = list(range(28))
-    request = add(scheduler, "slow", prompt, priority=9)
+def test_a_swapped_request_comes_back_with_what_it_had_even_if_a_twin_got_further():
+    scheduler = make(policy="priority", preemption_mode="swap", host=8, max_num_seqs=2, long_prefill_token_threshold=6)
+    pool = scheduler.kv_cache_manager.block_pool
+    add(scheduler, "other", 4, priority=0)
+    slow = add(scheduler, "slow", list(range(28)), priority=9)
     step(scheduler)
-    assert request.num_computed_tokens == 6
-    add(scheduler, "other", 24, priority=0, max_tokens=2)
-    while request.status is not RequestStatus.PREEMPTED:
-        step(scheduler)
-    num_computed = request.num_computed_tokens
-    add(scheduler, "twin", [*prompt, 50], priority=1, max_tokens=2)
-    while request.status is RequestStatus.PREEMPTED:
+    foreign = pool.take(pool.num_free)  # now "other" can't grow
+    assert step(scheduler).preempted_req_ids == ("slow",) and slow.num_computed_tokens == 6
+    pool.release(foreign)
+    add(scheduler, "twin", list(range(28)), priority=1, max_tokens=2)
+    while slow.status is RequestStatus.PREEMPTED:
         output = step(scheduler)
-    twin_blocks = scheduler.kv_cache_manager.get_computed_blocks(Request("probe", prompt, SamplingParams()))
-    assert len(twin_blocks) * 4 > num_computed, "the twin must have got further, or this tests nothing"
-    assert output.num_computed_tokens["slow"] == num_computed
-    assert output.num_cached_tokens["slow"] == num_computed // 4 * 4
-    run_all(scheduler)
+    assert len(scheduler.kv_cache_manager.get_computed_blocks(slow)) == 6
+    assert output.num_computed_tokens["slow"] == 6 and output.num_cached_tokens["slow"] == 4
+    assert len(output.swap_in) == 1 and output.num_scheduled_tokens["slow"] == 6
 
 
 def test_a_full_host_falls_back_to_recompute():
