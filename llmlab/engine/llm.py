@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -19,16 +18,13 @@ from llmlab.engine.engine import LLMEngine, Prompt
 from llmlab.engine.outputs import RequestOutput
 from llmlab.engine.runner import Runner
 from llmlab.engine.scheduler import Scheduler
+from llmlab.engine.sizing import choose_device, choose_dtype, choose_max_model_len, choose_num_kv_blocks
 from llmlab.hub import resolve_model
 from llmlab.model.llama import LlamaForCausalLM
 from llmlab.model.weights import load_weights
 from llmlab.sampling.params import SamplingParams
 from llmlab.sampling.sampler import Sampler
 from llmlab.tokenizer import NoTokenizer, Tokenizer, has_tokenizer
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_DTYPE_ALIASES = {"float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-_FREE_MEMORY_SHARE = {"cuda": 0.9, "cpu": 0.25}
 
 
 class LLM:
@@ -88,11 +84,11 @@ class LLM:
             raise ValueError(f"tensor_parallel_size must be 1, got {tensor_parallel_size}: more is not implemented yet")
         path = resolve_model(model)
         config = ModelConfig.from_pretrained(path)
-        torch_device = _device(device)
-        torch_dtype = _dtype(config.dtype if dtype == "auto" else dtype)
+        torch_device = choose_device(device)
+        torch_dtype = choose_dtype(config.dtype if dtype == "auto" else dtype)
         if backend == "auto":
             backend = "triton" if torch_device.type == "cuda" else "torch"
-        max_model_len = _max_model_len(config, max_model_len)
+        max_model_len = choose_max_model_len(config, max_model_len)
         if max_num_batched_tokens is None:
             max_num_batched_tokens = 2048 if enable_chunked_prefill else max(2048, max_model_len)
         scheduler_config = SchedulerConfig(
@@ -108,7 +104,7 @@ class LLM:
         self.tokenizer = _tokenizer(path, tokenizer)
         weights = load_weights(path, config, torch_dtype, torch_device)
         self.model = LlamaForCausalLM(config, weights, ops.bind(backend, torch_device), max_model_len)
-        num_blocks = _num_kv_blocks(
+        num_blocks = choose_num_kv_blocks(
             config,
             torch_dtype,
             torch_device,
@@ -286,78 +282,3 @@ def _tokenizer(path: Path, tokenizer: Any) -> Tokenizer:
         )
         return NoTokenizer(path)
     return Tokenizer.load(path)
-
-
-def _device(device: str | torch.device) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device {device!r}: {error}") from error
-    if found.type not in _FREE_MEMORY_SHARE:
-        raise ValueError(f"device must be one of {', '.join(_FREE_MEMORY_SHARE)}, got {device!r}")
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r} was asked for, but torch finds no CUDA device")
-    return found
-
-
-def _dtype(dtype: str | torch.dtype) -> torch.dtype:
-    name = str(dtype).removeprefix("torch.")
-    name = _DTYPE_ALIASES.get(name, name)
-    if name not in DTYPES:
-        raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
-    return DTYPES[name]
-
-
-def _max_model_len(config: ModelConfig, wanted: int | None) -> int:
-    """The model's own limit, or what was asked for if rope scaling reaches that far."""
-    limit = config.max_position_embeddings
-    if wanted is None:
-        return limit
-    if config.rope.rope_type in ("linear", "dynamic"):
-        limit = int(limit * config.rope.parameters["factor"])
-    elif config.rope.rope_type == "yarn" and config.rope.parameters.get("factor"):
-        limit = max(
-            limit, int(config.rope.parameters["original_max_position_embeddings"] * config.rope.parameters["factor"])
-        )
-    if isinstance(wanted, bool) or not isinstance(wanted, int) or not 1 <= wanted <= limit:
-        raise ValueError(f"max_model_len must be an integer in [1, {limit}] (the model's positions), got {wanted!r}")
-    return wanted
-
-
-def _num_kv_blocks(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    block_size: int,
-    num_kv_blocks: int | None,
-    kv_cache_memory_bytes: int | None,
-    max_num_seqs: int,
-    max_model_len: int,
-) -> int:
-    if num_kv_blocks is not None and kv_cache_memory_bytes is not None:
-        raise ValueError("give num_kv_blocks or kv_cache_memory_bytes, not both")
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-        raise ValueError(f"block_size must be an integer of at least 1, got {block_size!r}")
-    block_bytes = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    if num_kv_blocks is not None:
-        if isinstance(num_kv_blocks, bool) or not isinstance(num_kv_blocks, int) or num_kv_blocks < 1:
-            raise ValueError(f"num_kv_blocks must be an integer of at least 1, got {num_kv_blocks!r}")
-        wanted = num_kv_blocks * block_bytes
-        if wanted > free:
-            raise ValueError(f"num_kv_blocks={num_kv_blocks} needs {wanted:,} bytes; {free:,} are free")
-        return num_kv_blocks
-    if kv_cache_memory_bytes is not None:
-        if not block_bytes <= kv_cache_memory_bytes <= free:
-            raise ValueError(
-                f"kv_cache_memory_bytes={kv_cache_memory_bytes:,} must be at least one block ({block_bytes:,} bytes) "
-                f"and at most the free memory ({free:,} bytes)"
-            )
-        return int(kv_cache_memory_bytes) // block_bytes
-    useful = max_num_seqs * -(-max_model_len // block_size)
-    affordable = int(free * _FREE_MEMORY_SHARE[device.type]) // block_bytes
-    if affordable < 1:
-        raise ValueError(f"no memory for a KV cache: a block needs {block_bytes:,} bytes, {free:,} are free")
-    return min(useful, affordable)
