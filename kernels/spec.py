@@ -24,7 +24,7 @@ _TYPES = {
     torch.float64: "fp64",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",
-    torch.bool: "i1",
+    torch.bool: "u1",
     torch.int8: "i8",
     torch.uint8: "u8",
     torch.int16: "i16",
@@ -92,18 +92,23 @@ def capture(
 ) -> list[CompileCase]:
     """Run a launcher on ``meta`` tensors and return one case for each launch it made.
 
-    With several launches the kernel's name is appended to the case's; ``work`` may then map kernel names to their work.
+    With several launches the kernel's name is appended to the case's, and a number where a kernel comes again; ``work`` may
+    then map kernel names to their work.
     Raises ValueError when the call launched nothing.
     """
     with recording() as launches:
         call()
     if not launches:
         raise ValueError(f"case {name!r} launched no kernel: are its tensors on the meta device, and not empty?")
-    cases = []
+    cases: list[CompileCase] = []
+    seen: dict[str, int] = {}
     for launch in launches:
         kernel_name = launch.kernel.__name__
         kernel_work = work.get(kernel_name) if isinstance(work, Mapping) else work
+        seen[kernel_name] = seen.get(kernel_name, 0) + 1
         case_name = name if len(launches) == 1 else f"{name}.{kernel_name}"
+        if seen[kernel_name] > 1:
+            case_name += f".{seen[kernel_name]}"
         cases.append(case_from_launch(case_name, launch, work=kernel_work, targets=targets))
     return cases
 
