@@ -151,9 +151,9 @@ class LLMEngine:
         If the forward pass raises, the requests of this step end with "error" and are reported by the next step; the
         exception goes on to the caller, and the engine can be used further.
         """
-        changed, self._pending = self._pending, []
         if self.scheduler.has_unfinished_requests():
-            changed = [*changed, *self._run(self.scheduler.schedule())]
+            self._pending += self._run(self.scheduler.schedule())  # if it raises, what was pending stays so
+        changed, self._pending = self._pending, []
         outputs = [self._output(parent) for parent in {id(p): p for p in changed}.values()]
         for output in outputs:
             if output.finished:

@@ -259,6 +259,19 @@ def test_a_failing_forward_fails_its_step_and_no_more(llm, monkeypatch):
     assert llm.generate([[1, 2]], GREEDY, use_tqdm=False)[0].finished
 
 
+def test_an_abort_before_a_failing_step_is_still_reported(llm, monkeypatch):
+    llm.engine.add_request("a", [1, 2, 3], GREEDY)
+    llm.engine.add_request("b", [4, 5, 6], GREEDY)
+    llm.engine.step()
+    llm.engine.abort_request("b")
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner.model, "forward", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.engine.step()
+    assert {o.request_id: o.outputs[0].finish_reason for o in llm.engine.step()} == {"a": "error", "b": "abort"}
+    assert_idle(llm)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
