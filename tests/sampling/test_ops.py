@@ -44,7 +44,7 @@ def top_k_top_p(ops, logits: Tensor, k: int = 0, p: float = 1.0) -> Tensor:
     return ops.apply_top_k_top_p(logits, torch.full((rows,), k), torch.full((rows,), p))
 
 
-# ---- Philox and the noise ---------------------------------------------------------------------------------------------
+# ---- Philox and the noise --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_noise_has_the_moments_of_the_exponential_distribution():
         assert abs(noise.pow(order).mean() - moment) < 4 * error
 
 
-# ---- the fixed-point softmax --------------------------------------------------------------------------------------------
+# ---- the fixed-point softmax -----------------------------------------------------------------------------------------
 
 
 def test_weights_are_exact_for_powers_of_two_and_close_elsewhere():
@@ -138,7 +138,7 @@ def test_weights_are_exact_for_powers_of_two_and_close_elsewhere():
     assert (weights.diff() <= 0).all()
 
 
-# ---- top-p, top-k -----------------------------------------------------------------------------------------------------
+# ---- top-p, top-k ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_rows_without_a_finite_maximum_pass_unchanged(ops):
         np.testing.assert_array_equal(out.numpy(), bad[: len(out)].numpy())
 
 
-# ---- min-p, temperature, penalties --------------------------------------------------------------------------------------
+# ---- min-p, temperature, penalties -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("temperature", "count"), [(0.5, 1), (1.0, 2), (2.0, 4)])
@@ -260,7 +260,7 @@ def test_penalties_leave_a_masked_token_masked(ops):
     assert out.tolist() == [[NEG_INF, 1.0]]
 
 
-# ---- choosing ----------------------------------------------------------------------------------------------------------
+# ---- choosing --------------------------------------------------------------------------------------------------------
 
 
 def test_argmax_takes_the_first_of_equals_and_refuses_rows_without_a_finite_maximum(ops):
@@ -310,7 +310,7 @@ def test_the_race_over_probabilities_is_the_race_over_logits(ops):
     assert torch.equal(ops.gumbel_argmax(logits, torch.ones(200), seeds, positions), race)
 
 
-# ---- the references and the CPU twins are one -----------------------------------------------------------------------------
+# ---- the references and the CPU twins are one ------------------------------------------------------------------------
 
 
 @st.composite
@@ -372,7 +372,7 @@ def test_top_n_logprobs_agree_with_torch_and_numpy(batch, n):
             assert ranks[row].tolist() == [int((values >= values[i]).sum()) for i in ids[row]]
 
 
-# ---- Hugging Face, where the semantics agree ------------------------------------------------------------------------------
+# ---- Hugging Face, where the semantics agree -------------------------------------------------------------------------
 
 
 @FUZZ

@@ -39,7 +39,7 @@ def noisy(request: Request, vocab_size: int = 8) -> Tensor:
     return torch.randn(vocab_size, generator=generator) * 2
 
 
-# ---- the ways to choose --------------------------------------------------------------------------------------------------
+# ---- the ways to choose ----------------------------------------------------------------------------------------------
 
 
 def test_greedy_and_random_rows_share_a_batch(kit, sampler):
@@ -101,7 +101,7 @@ def test_half_precision_logits(kit, sampler):
     assert sampler(logits.bfloat16(), [kit.request(sampler, temperature=0)]).token_ids == [0]
 
 
-# ---- constraints ------------------------------------------------------------------------------------------------------------
+# ---- constraints -----------------------------------------------------------------------------------------------------
 
 
 def test_allowed_token_ids(kit, sampler):
@@ -174,7 +174,7 @@ def test_counts_kept_step_by_step_are_those_counted_afresh(kit, sampler, penalty
             request.append_output_token_id(token_id)
 
 
-# ---- failures of one request ------------------------------------------------------------------------------------------------
+# ---- failures of one request -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -239,7 +239,7 @@ def test_shapes_and_settings_of_the_sampler_itself(kit, sampler):
         Sampler(8, {8})
 
 
-# ---- independence of the batch ----------------------------------------------------------------------------------------------
+# ---- independence of the batch ---------------------------------------------------------------------------------------
 
 
 def test_a_seeded_request_is_the_same_alone_and_in_any_crowd(kit, sampler):
@@ -301,7 +301,7 @@ def test_batch_tensors_are_kept_exactly_while_the_requests_stay_the_same(kit, sa
     assert len(built) == 4
 
 
-# ---- custom processors --------------------------------------------------------------------------------------------------------
+# ---- custom processors -----------------------------------------------------------------------------------------------
 
 
 class OnlyEven(LogitsProcessor):

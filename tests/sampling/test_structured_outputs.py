@@ -198,7 +198,7 @@ def test_requests_with_one_schema_share_the_compiled_grammar_and_not_the_matcher
     assert [sampler.tokenizer.decode(r.output_token_ids) for r in requests] == ["aaaa", "bbbb"]
 
 
-# ---- refused at the door -------------------------------------------------------------------------------------------------------
+# ---- refused at the door ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
