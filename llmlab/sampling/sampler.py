@@ -171,13 +171,15 @@ class Sampler:
     def _sample(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
         needs_positions = batch.edits or not batch.all_greedy
         positions = np.array([request.num_tokens for request in batch.requests]) if needs_positions else None
-        processed = self._edit(logits, batch, positions)
+        processed, sound = self._edit(logits, batch, positions)
         if batch.all_greedy:
             tokens = self.ops.greedy_argmax(processed)
         else:
             processed, temperatures = self._narrow(processed.float(), batch)
             at = torch.from_numpy(positions).to(logits.device)
             tokens = self.ops.gumbel_argmax(processed, temperatures, batch.seeds, at)
+        if sound is not None:
+            tokens = torch.where(sound, tokens, -1)
         token_ids: list[int] = tokens.tolist()
         errors = self._errors(logits, token_ids) if min(token_ids) < 0 else {}
         for row, grammar in batch.grammars:
@@ -186,24 +188,28 @@ class Sampler:
         logprobs = self._logprobs(logits, processed, tokens, batch, errors)
         return SamplerOutput(token_ids, logprobs, errors)
 
-    def _edit(self, logits: Tensor, batch: SamplingBatch, positions: np.ndarray | None) -> Tensor:
-        """Step 2: whatever may change which token is most likely. The given logits stay as they are."""
-        edits = []
+    def _edit(self, logits: Tensor, batch: SamplingBatch, positions: np.ndarray | None) -> tuple[Tensor, Tensor | None]:
+        """Step 2: whatever may change which token is most likely. The given logits stay as they are.
+
+        Also which rows were sound before, if anything could have covered a NaN up.
+        """
+        edits, sound = [], None
         if batch.edits:
             num_outputs = positions - batch.num_prompt_tokens
             edits = [edit for edit in batch.edits if edit.update(batch.requests, num_outputs)]
         custom = [p for p in self.logits_processors if not p.is_argmax_invariant()]
         if edits or custom:
+            sound = self.ops.greedy_argmax(logits) >= 0
             logits = logits.to(torch.float32, copy=True)
             for edit in edits:
                 edit.apply(logits)
             for processor in custom:
-                logits = processor.apply(logits, batch.requests)
+                logits = self._apply(processor, logits, batch)
         if batch.counts is not None:
             cells = batch.counts.update([batch.requests[row].output_token_ids for row in batch.penalised])
             penalties = (batch.repetition_penalties, batch.frequency_penalties, batch.presence_penalties)
             logits = self.ops.apply_penalties(logits.float(), *cells, *penalties)
-        return logits
+        return logits, sound
 
     def _narrow(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         """Steps 4 to 7, and the temperatures that are left for the race (which divides by them itself if nothing else needs
@@ -216,10 +222,18 @@ class Sampler:
         if batch.min_p is not None:
             logits = self.ops.apply_min_p(logits, batch.min_p)
         for processor in custom:
-            logits = processor.apply(logits, batch.requests)
+            logits = self._apply(processor, logits, batch)
         if batch.top_k is not None:
             logits = self.ops.apply_top_k_top_p(logits, batch.top_k, batch.top_p)
         return logits, batch.random
+
+    @staticmethod
+    def _apply(processor: LogitsProcessor, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        found = processor.apply(logits, batch.requests)
+        if not isinstance(found, Tensor) or found.shape != logits.shape or found.dtype != torch.float32:
+            shape = f"{list(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"{type(processor).__name__}.apply must return float32 {list(logits.shape)}, got {shape}")
+        return found
 
     def _errors(self, logits: Tensor, token_ids: Sequence[int]) -> dict[int, str]:
         errors = {}

@@ -198,6 +198,15 @@ def test_a_row_with_nothing_left_fails_alone(kit, sampler, temperature):
     assert [entry is None for entry in out.logprobs] == [False, True, False, True, True, True]
 
 
+def test_a_mask_does_not_cover_a_models_nan_up(kit, sampler):
+    requests = [kit.request(sampler, allowed_token_ids=[1, 2], temperature=t) for t in (0, 1, 1)]
+    logits = torch.zeros(3, 8)
+    logits[:2, 5] = float("nan")
+    out = sampler(logits, requests)
+    assert set(out.errors) == {0, 1} and all("NaN" in e for e in out.errors.values())
+    assert out.token_ids[2] in (1, 2)
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -347,6 +356,16 @@ def test_an_argmax_invariant_processor_runs_after_temperature_and_never_for_gree
     with record_ops() as ledger:
         sampler(logits, [kit.request(sampler, temperature=0) for _ in range(50)])
     assert [record.op for record in ledger.records] == ["greedy_argmax"]
+
+
+def test_a_custom_processor_that_returns_something_else_is_named(kit, sampler):
+    class Forgetful(OnlyEven):
+        def apply(self, logits: Tensor, requests) -> None:
+            logits[:, 0] = 1.0
+
+    sampler.logits_processors.append(Forgetful())
+    with pytest.raises(ValueError, match=r"Forgetful.apply must return float32 \[1, 8\], got NoneType"):
+        sampler(torch.zeros(1, 8), [kit.request(sampler)])
 
 
 def test_custom_processors_come_after_the_bias_and_before_the_penalties(kit, sampler):
