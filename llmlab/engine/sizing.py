@@ -13,7 +13,7 @@ _FREE_MEMORY_SHARE = {"cuda": 0.9, "cpu": 0.25}
 
 
 def choose_device(device: str | torch.device) -> torch.device:
-    """The device that a name means; a GPU for "auto" if there is one. Raises ValueError for a device that is not there or not known."""
+    """The device that a name means; "auto" is a GPU if there is one. Raises ValueError for one that is not there."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
