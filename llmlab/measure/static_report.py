@@ -13,13 +13,17 @@ that memory keeps up; ``memory_share`` that every byte comes from device memory,
 import argparse
 import importlib
 import json
+import multiprocessing
 import os
 import pkgutil
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -167,33 +171,60 @@ def _cta_flops(opcode: str, flops: int, warps: int) -> float:
     return flops * warps / 4 if re.match(r"^[HIQ]GMMA", opcode) else flops * warps
 
 
-def collect(targets: Iterable[str], pattern: str = "", progress: bool = False) -> list[dict[str, Any]]:
+def collect(targets: Iterable[str], pattern: str = "", jobs: int = 1, progress: bool = False) -> list[dict[str, Any]]:
     """Rows for every case (matching ``pattern``) and target, leaving out targets that a case does not mean to serve.
 
-    Raises ValueError for an unknown target.
+    ``jobs`` processes compile at once. Raises ValueError for an unknown target or fewer than one job.
     """
     chosen = list(targets)
     unknown = sorted(set(chosen) - set(TARGETS))
     if unknown:
         raise ValueError(f"unknown targets {unknown}; known are {sorted(TARGETS)}")
-    jobs = [
-        (name, case, TARGETS[target])
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, not {jobs}")
+    work = [
+        (name, target)
         for name, case in discover(pattern)
         for target in chosen
         if case.targets is None or target in case.targets
     ]
-    bar = tqdm(jobs, desc="compiling", unit="kernel", disable=not progress, file=sys.stderr)
-    return [report_case(name, case, target) for name, case, target in bar]
+    bar = tqdm(total=len(work), desc="compiling", unit="kernel", disable=not progress, file=sys.stderr)
+    rows = []
+    with bar, _mapper(jobs) as mapper:
+        for row in mapper(_report_named, work):
+            rows.append(row)
+            bar.update()
+    return rows
 
 
-def collect_with(triton_path: Path, targets: Iterable[str], pattern: str = "") -> list[dict[str, Any]]:
+@contextmanager
+def _mapper(jobs: int) -> Iterator[Callable[..., Iterable[dict[str, Any]]]]:
+    """``map``, in this process or in a pool of fresh ones (a forked one would inherit the compiler's threads)."""
+    if jobs == 1:
+        yield map
+    else:
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            yield pool.map
+
+
+@lru_cache(maxsize=1)
+def _cases() -> dict[str, CompileCase]:
+    return dict(discover())
+
+
+def _report_named(job: tuple[str, str]) -> dict[str, Any]:
+    name, target = job
+    return report_case(name, _cases()[name], TARGETS[target])
+
+
+def collect_with(triton_path: Path, targets: Iterable[str], pattern: str = "", jobs: int = 1) -> list[dict[str, Any]]:
     """``collect`` in a process that uses the Triton in ``triton_path`` (``pip install --target DIR --no-deps triton==...``).
 
     Raises ValueError where there is none, RuntimeError with the process's last lines when it fails.
     """
     if not (triton_path / "triton" / "__init__.py").is_file():
         raise ValueError(f"{triton_path} holds no triton package")
-    command = [sys.executable, "-m", "llmlab.measure.static_report", "--json", "--kernel", pattern]
+    command = [sys.executable, "-m", "llmlab.measure.static_report", "--json", "--kernel", pattern, "--jobs", str(jobs)]
     command += [argument for target in targets for argument in ("--target", target)]
     paths = [str(triton_path.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
@@ -230,13 +261,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="compare with this file; exit 1 on a regression")
     parser.add_argument("--write-baseline", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="compile in N processes")
     parser.add_argument("--triton-path", type=Path, metavar="DIR", help="use the Triton installed there")
     arguments = parser.parse_args(argv)
     targets = arguments.target or ["sm_90"]
     if arguments.triton_path is not None:
-        rows = collect_with(arguments.triton_path, targets, arguments.kernel)
+        rows = collect_with(arguments.triton_path, targets, arguments.kernel, arguments.jobs)
     else:
-        rows = collect(targets, arguments.kernel, progress=sys.stderr.isatty())
+        rows = collect(targets, arguments.kernel, arguments.jobs, progress=sys.stderr.isatty())
     regressions = []
     if arguments.baseline is not None:
         known = json.loads(arguments.baseline.read_text())["rows"]

@@ -287,6 +287,16 @@ def test_every_kernel_file_is_found_and_its_cases_have_names_of_their_own() -> N
         static_report.collect(["sm_75"])
 
 
+def test_jobs_change_nothing() -> None:
+    def rows(jobs: int) -> list[dict[str, Any]]:
+        found = static_report.collect(["sm_90", "sm_80"], "mlp/silu_and_mul_bfloat16", jobs=jobs)
+        return [{key: value for key, value in row.items() if key != "compile_seconds"} for row in found]
+
+    assert len(rows(1)) >= 4 and rows(2) == rows(1)
+    with pytest.raises(ValueError, match="jobs"):
+        static_report.collect(["sm_90"], jobs=0)
+
+
 def test_another_triton_is_asked_in_another_process(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no triton"):
         static_report.collect_with(tmp_path, ["sm_90"])
