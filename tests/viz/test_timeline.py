@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from llmlab.config import CacheConfig, SchedulerConfig
 from llmlab.engine.request import Request
@@ -69,12 +71,13 @@ def test_recording_ends_with_the_block():
 def test_legible_for_few_and_for_many(num_requests, num_blocks):
     _, schedule, _ = run(num_requests, num_blocks, 16)
     figure = timeline_figure(schedule, "a title")
-    figure.draw_without_rendering()
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
     requests, tokens, blocks = figure.axes
     assert [requests.get_ylabel(), tokens.get_ylabel(), blocks.get_xlabel()] == ["request", "tokens", "step"]
-    renderer = figure.canvas.get_renderer()
+    renderer = canvas.get_renderer()
     boxes = [label.get_window_extent(renderer) for label in requests.get_yticklabels()]
-    assert all(not a.overlaps(b) for a, b in zip(boxes, boxes[1:]))
+    assert all(not a.overlaps(b) for a, b in itertools.pairwise(boxes))
     assert all(box.x0 >= 0 for box in boxes)
 
 
