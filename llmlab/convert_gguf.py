@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from llmlab.pretokenize import LLAMA3_PATTERN
+
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
     from tokenizers import Tokenizer
@@ -49,11 +51,6 @@ _LAYER_TENSORS = {
     "ffn_up.weight": ("mlp.up_proj.weight", ("intermediate", "hidden")),
     "ffn_down.weight": ("mlp.down_proj.weight", ("hidden", "intermediate")),
 }
-# Llama 3's split pattern, as published in its tokenizer.json.
-_LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _CONTROL, _USER_DEFINED = 3, 4  # ggml's token types
 
 
@@ -182,7 +179,7 @@ def hf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]
             raise ValueError(f"metadata missing: tokenizer.ggml.{key}")
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    split = pre_tokenizers.Split(Regex(_LLAMA3_PATTERN), behavior="isolated")
+    split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated")
     byte_level_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     known = {
         "gpt-2": byte_level,
