@@ -188,7 +188,8 @@ class HFTokenizer(Tokenizer):
 
     def encode(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
         _check_text(prompt)
-        return list(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+        # verbose=False: lengths are the engine's business, and it raises where transformers would only warn
+        return list(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False))
 
     def render_chat(
         self,

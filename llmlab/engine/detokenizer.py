@@ -87,10 +87,10 @@ class IncrementalDetokenizer:
     `append` takes the tokens as they come and says whether a stop string is complete; `text` is what may be shown now,
     `delta()` what of it is new, and `finish()` the whole, at the end. `stop_reason` is the stop string that was found.
 
-    While stop strings are wanted, the last max(len) − 1 characters are held back, since they may begin one. Of several
-    the one that is complete first counts (of these, the one that begins first), so how the text is cut into tokens does
-    not matter. With include_stop_str_in_output the text ends after the string, and nothing needs to be held back.
-    A stop string that is complete within the first min_tokens tokens is text like any other.
+    While stop strings are wanted, the last max(len) − 1 characters are held back, since they may begin one; only they
+    and what is new are searched. Of several stop strings the one that is complete first counts (of these, the one that
+    begins first), so how the text is cut into tokens does not matter. A stop string that is complete within the first
+    min_tokens tokens is text like any other.
 
     `prompt_token_ids`: pass them if the output shall read as the prompt's continuation where a tokenizer drops a space
     at the start of a text (Llama 2); without them `finish()` equals `tokenizer.decode` of the output alone.
@@ -105,20 +105,18 @@ class IncrementalDetokenizer:
         self._skipped = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
         prompt = [i for i in prompt_token_ids if i not in self._skipped]
         self._stream = ByteStream(tokenizer, not prompt) if tokenizer.is_bytewise else WindowStream(tokenizer, prompt)
-        self._hold_back = max(map(len, self._stop), default=1) - 1 if not self._include_stop else 0
-        self._text = ""
+        self._hold_back = max(map(len, self._stop), default=1) - 1
+        self._held = ""
+        self._shown: list[str] = []  # joins to `text`
+        self._new: list[str] = []  # joins to the next `delta()`
         self._num_tokens = 0
-        self._num_shown = 0
         self._finished = False
 
     @property
     def text(self) -> str:
         """All that may be shown now: whole characters, cut before (or after) the stop string if one was found."""
-        return self._text[: self._num_visible]
-
-    @property
-    def _num_visible(self) -> int:
-        return len(self._text) if self._finished else max(len(self._text) - self._hold_back, 0)
+        self._shown = ["".join(self._shown)]
+        return self._shown[0]
 
     def append(self, token_id: int, is_stop_token: bool = False) -> str | None:
         """Take one more token of the output. The stop string that it completes, if any: the request ends then.
@@ -131,34 +129,44 @@ class IncrementalDetokenizer:
         self._num_tokens += 1
         if token_id in self._skipped or (is_stop_token and not self._include_stop):
             return None
-        old_length = len(self._text)
-        self._text += self._stream.push(token_id)
-        if self._stop and self._num_tokens > self._min_tokens and len(self._text) > old_length:
-            return self._check_stop(old_length)
-        return None
+        new = self._stream.push(token_id)
+        if new:
+            self._held += new
+            if self._stop and self._num_tokens > self._min_tokens:
+                self._check_stop(len(self._held) - len(new))
+            self._show(0 if self._finished else self._hold_back)
+        return self.stop_reason
 
     def delta(self) -> str:
         """What has become visible since the last call."""
-        begin, self._num_shown = self._num_shown, self._num_visible
-        return self._text[begin : self._num_shown]
+        new = "".join(self._new)
+        self._new.clear()
+        return new
 
     def finish(self) -> str:
         """End the text: what was held back comes out, an unfinished character as U+FFFD. Returns the whole text."""
         if not self._finished:
-            self._text += self._stream.flush()
             self._finished = True
-        return self._text
+            self._held += self._stream.flush()
+            self._show(0)
+        return self.text
 
-    def _check_stop(self, old_length: int) -> str | None:
-        """Look for stop strings that end in the text from `old_length` on; cut the text at the first to be complete."""
+    def _show(self, hold_back: int) -> None:
+        """Release what is held but for the last `hold_back` characters."""
+        end = len(self._held) - hold_back
+        if end > 0:
+            self._shown.append(self._held[:end])
+            self._new.append(self._held[:end])
+            self._held = self._held[end:]
+
+    def _check_stop(self, old_length: int) -> None:
+        """Look for stop strings that end in the held text from `old_length` on; cut at the first to be complete."""
         found: list[tuple[int, int, str]] = []  # (end, begin, stop string)
         for stop in self._stop:
-            begin = self._text.find(stop, max(old_length - len(stop) + 1, 0))
+            begin = self._held.find(stop, max(old_length - len(stop) + 1, 0))
             if begin >= 0:
                 found.append((begin + len(stop), begin, stop))
-        if not found:
-            return None
-        end, begin, self.stop_reason = min(found)
-        self._text = self._text[: end if self._include_stop else begin]
-        self._finished = True
-        return self.stop_reason
+        if found:
+            end, begin, self.stop_reason = min(found)
+            self._held = self._held[: end if self._include_stop else begin]
+            self._finished = True
