@@ -7,6 +7,7 @@ to a name makes a tensor of it, a loop variable is an integer tensor, ``_semanti
 import inspect
 import operator
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -214,6 +215,8 @@ class Runtime:
         if not isinstance(owner, CoreTensor):
             if isinstance(owner, tl.constexpr) and not hasattr(owner, name):
                 owner = owner.value
+            if isinstance(owner, tl.core.base_value) and tl.core.is_builtin(getattr(type(owner), name, None)):
+                return self.call(getattr(type(owner), name), owner, *args, **kwargs)  # a descriptor's load or store
             return self.call(getattr(owner, name), *args, **kwargs)
         function = getattr(CoreTensor, name, None)
         if function is None:
@@ -245,7 +248,7 @@ class Runtime:
 
     def _builtin(self, function: Any) -> Callable[..., Any]:
         builder = self.builder
-        if "_generator" in inspect.signature(function).parameters:
+        if _takes_generator(function):
             return lambda *args, **kwargs: own(function(*args, _semantic=self.semantic, _generator=self, **kwargs))
         return lambda *args, **kwargs: trace.call(function, builder, args, kwargs)
 
@@ -313,6 +316,11 @@ class Runtime:
 
     def assume(self, condition: Any) -> None:
         self.device_assert(condition, "tl.assume of something untrue")
+
+
+@cache
+def _takes_generator(function: Callable[..., Any]) -> bool:
+    return "_generator" in inspect.signature(function).parameters
 
 
 def _transpose(value: Tensor, _semantic: Semantic) -> Tensor:

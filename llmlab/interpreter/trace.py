@@ -199,7 +199,7 @@ class Recorder:
         """The recorded calls as a function."""
         value = self._result(result)
         source = "\n".join([f"def replay({', '.join(['b', *self._inputs])}):", *self._lines, f"    return {value}"])
-        namespace = self._constants
+        namespace = self._constants | {"traced": function}  # kept with the replay, so that its id stays its own
         exec(compile(source, f"<front end: {getattr(function, '__name__', function)}>", "exec"), namespace)
         return namespace["replay"]
 

@@ -77,6 +77,28 @@ def test_before_the_start() -> None:
 
 
 @triton.jit
+def _descriptor(x, o, rows, B: tl.constexpr):
+    source = tl.make_tensor_descriptor(x, [rows, 16], [16, 1], [B, 16])
+    target = tl.make_tensor_descriptor(o, [rows, 16], [16, 1], [B, 16])
+    target.store([0, 0], source.load([0, 0]))
+
+
+def test_a_descriptor_that_declares_too_much() -> None:
+    x, out = torch.randn(6, 16), torch.zeros(8, 16)
+    assert (
+        run(_descriptor, (1,), x, out, 6, B=8, checks=ALL) == []
+    )  # past its own bounds it reads zeros and stores nothing
+    assert torch.equal(out[:6], x) and not out[6:].any()
+    assert kinds(run(_descriptor, (1,), x, out, 7, B=8, checks=ALL)) == ["out-of-bounds-load"]
+    assert kinds(run(_descriptor, (1,), x, out[:6], 8, B=8, checks=ALL)) == [
+        "out-of-bounds-load",
+        "out-of-bounds-store",
+    ]
+    with pytest.raises(KernelError, match="16-byte"):
+        run(_descriptor, (1,), x.flatten()[1:81], out, 5, B=8)
+
+
+@triton.jit
 def _no_other(x, index, o, n, N: tl.constexpr, OTHER: tl.constexpr):
     i = tl.arange(0, N)
     a = tl.load(x + i, mask=i < n, other=0.0) if OTHER else tl.load(x + i, mask=i < n)
