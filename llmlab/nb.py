@@ -65,11 +65,13 @@ def show(table: pd.DataFrame, *, clocked: bool = False, units: Mapping[str, str]
     """
     from IPython.display import display
 
+    from llmlab.viz.style import has_labels
+
     table = readable(table, units or {})
-    text = table.to_string(index=any(table.index.names))
+    text = table.to_string(index=has_labels(table))
     if clocked:
         text = "\n".join(f"[measured] {line}" for line in text.splitlines())
-    html = table.to_html(border=0, index=any(table.index.names))
+    html = table.to_html(border=0, index=has_labels(table))
     display({"text/plain": text, "text/html": html}, raw=True)
 
 

@@ -264,7 +264,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         "C16",
         "Decode attention's intensity is about the GQA group size at any batch; its cost grows linearly with context.",
-        "2·group/(bytes an element) FLOP/byte within 15 % at every batch and context of 512 or more, and "
+        "2·group/(bytes an element) FLOP/byte within 15 % at every batch and context of the sweep, and "
         "time ∝ context^e with 0.8 ≤ e ≤ 1.2",
         {
             "predicted_intensity": "2·group/(bytes an element)",

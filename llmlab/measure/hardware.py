@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MAX_AGE_DAYS = 30
+BUSY = 0.25
+"""Ceilings measured while so large a share of the machine worked for others are too low, and count for an hour only."""
 SCHEMA = 1
 _ISA = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_fp16", "amx_int8",
         "asimd", "asimddp", "sve", "bf16", "i8mm")  # fmt: skip
@@ -134,6 +136,10 @@ class Ceilings:
     def age_days(self) -> float:
         return (datetime.now(UTC) - datetime.fromisoformat(self.date)).total_seconds() / 86400
 
+    @property
+    def stale(self) -> bool:
+        return self.age_days > (MAX_AGE_DAYS if self.load < BUSY else 1 / 24)
+
     def to_dict(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}
 
@@ -174,7 +180,7 @@ def describe_machine(device: str | torch.device = "cpu") -> Machine:
 def ceilings(
     device: str | torch.device = "cpu", *, remeasure: bool = False, report: Callable[[str], None] = lambda line: None
 ) -> Ceilings:
-    """This machine's ceilings, from the user's cache if they were measured on the same machine within thirty days.
+    """This machine's ceilings, from the user's cache if they were measured on the same machine and are not stale.
 
     Args:
         remeasure: measure in any case (some ten seconds).
@@ -186,9 +192,9 @@ def ceilings(
     file = measurements_dir() / f"ceilings-{machine.fingerprint}.json"
     if not remeasure:
         kept = _read(file)
-        if kept is not None and kept.age_days <= MAX_AGE_DAYS:
+        if kept is not None and not kept.stale:
             return kept
-    report("measuring this machine's ceilings, about ten seconds; the result is kept for thirty days")
+    report("measuring this machine's ceilings: about ten seconds, once in thirty days")
     measured = measure_ceilings(machine, torch.device(device))
     _write(file, measured)
     return measured

@@ -249,10 +249,10 @@ def sweep_decode(
 ) -> pd.DataFrame:
     """One token each for several batch sizes at several contexts; combinations that the driver's cache can't hold are left out.
 
-    One row a shape: num_reqs, query_len, context, flops, bytes, seconds (median, ``low``, ``high``), least_seconds (sum of the
-    ops' bounds), tokens_per_s, mfu, mbu, level (the memory whose roof was used). With ``record``, so many further steps are
-    recorded op by op, which adds seconds, FLOPs and bytes of "linear", "attention" and "other" ops and ``outside_s``, the time
-    that was spent in no op.
+    One row a shape: num_reqs, query_len, context, flops, bytes, seconds (median, ``low``, ``high``), least_seconds (sum of
+    the ops' bounds), tokens_per_s, mfu, mbu, level (the memory whose roof was used). With ``record``, up to so many further
+    steps are recorded op by op, which adds seconds, FLOPs and bytes of "linear", "attention" and "other" ops and
+    ``outside_s``, the time that was spent in no op.
     """
     shapes = [(b, 1, context) for context in contexts for b in batches if _fits(driver, b, context)]
     return _sweep(driver, ceilings, shapes, max_seconds, record)
@@ -308,7 +308,8 @@ def _one_shape(
         "level": ceilings.level_holding(nbytes),
     }
     if record:
-        row |= _by_kind(record_steps(lambda: driver.run(batch), record), measured.median)
+        steps = min(record, max(1, round(max_seconds / measured.median)))
+        row |= _by_kind(record_steps(lambda: driver.run(batch), steps), measured.median)
     return row
 
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import matplotlib as mpl
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
 
 INK, SOFT, LINE = "#1b1f24", "#57606a", "#d0d7de"
@@ -102,8 +102,13 @@ def save_figure(fig: Figure, data: pd.DataFrame, folder: str | Path | None, name
     with mpl.rc_context(STYLE):
         fig.savefig(files[0], metadata={"Software": None}, bbox_inches="tight", pad_inches=0.1)
         fig.savefig(files[1], metadata={"Date": None, "Creator": None}, bbox_inches="tight", pad_inches=0.1)
-    data.to_csv(files[2], index=any(data.index.names), lineterminator="\n")
+    data.to_csv(files[2], index=has_labels(data), lineterminator="\n")
     return files
+
+
+def has_labels(table: pd.DataFrame) -> bool:
+    """Whether a table's index says something: it has a name, or is more than row numbers."""
+    return any(table.index.names) or not pd.api.types.is_integer_dtype(table.index)
 
 
 def engineering(value: float, unit: str = "", digits: int = 3) -> str:

@@ -108,13 +108,15 @@ def test_measures_again_on_request(measured: list[str]) -> None:
     assert len(measured) == 2
 
 
-@pytest.mark.parametrize("damage", ["stale", "cut off", "other schema"])
+@pytest.mark.parametrize("damage", ["stale", "busy", "cut off", "other schema"])
 def test_measures_again_what_can_not_be_trusted(measured: list[str], tmp_path: Path, damage: str) -> None:
     ceilings()
     file = kept_file(tmp_path)
     data = json.loads(file.read_text())
     if damage == "stale":
         data["date"] = (datetime.now(UTC) - timedelta(days=hardware.MAX_AGE_DAYS + 1)).isoformat()
+    elif damage == "busy":
+        data |= {"load": 0.9, "date": (datetime.now(UTC) - timedelta(hours=2)).isoformat()}
     elif damage == "other schema":
         data["schema"] = -1
     file.write_text(json.dumps(data)[: -20 if damage == "cut off" else None])
