@@ -106,7 +106,7 @@ class LLMEngine:
                 )
                 self.sampler.add_request(child)
                 self.scheduler.add_request(child)
-                detokenizer = IncrementalDetokenizer(self.tokenizer, child_params)
+                detokenizer = IncrementalDetokenizer(self.tokenizer, child_params, token_ids)
                 wants = child_params.logprobs is not None
                 sequence = _Sequence(parent, index, child, detokenizer, [] if wants else None, 0.0 if wants else None)
                 parent.sequences.append(sequence)
