@@ -8,8 +8,9 @@ import numpy as np
 import triton.language as tl
 
 from llmlab.interpreter import reduction, rounding
-from llmlab.interpreter.builder import Handle, NumpyBuilder
+from llmlab.interpreter.builder import NumpyBuilder
 from llmlab.interpreter.checks import Checks, Collector
+from llmlab.interpreter.handle import Handle
 from llmlab.interpreter.memory import REGISTER_TYPE, STORAGE_TYPE, Access, Region, gather, scatter
 from llmlab.interpreter.races import GridAccesses, ProgramOrder
 from llmlab.interpreter.runtime import Runtime, unwrap

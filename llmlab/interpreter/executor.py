@@ -9,7 +9,8 @@ import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from llmlab.interpreter.builder import Handle, NumpyBuilder
+from llmlab.interpreter.builder import NumpyBuilder
+from llmlab.interpreter.handle import Handle
 from llmlab.interpreter.memory import Region, triton_type
 from llmlab.interpreter.runtime import Runtime, unwrap
 from llmlab.interpreter.semantic import Tensor

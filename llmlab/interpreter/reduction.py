@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from llmlab.interpreter.builder import Handle
+from llmlab.interpreter.handle import Handle
 from llmlab.interpreter.semantic import Tensor
 from llmlab.interpreter.trace import TYPES
 

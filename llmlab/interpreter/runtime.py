@@ -15,7 +15,8 @@ import triton.language as tl
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from llmlab.interpreter import reduction, trace
-from llmlab.interpreter.builder import Handle, NumpyBuilder
+from llmlab.interpreter.builder import NumpyBuilder
+from llmlab.interpreter.handle import Handle
 from llmlab.interpreter.memory import REGISTER_TYPE
 from llmlab.interpreter.semantic import Semantic, Tensor
 from llmlab.interpreter.trace import own

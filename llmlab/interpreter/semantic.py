@@ -6,7 +6,8 @@ import triton.language as tl
 from triton._C.libtriton import ir
 from triton.language.semantic import TritonSemantic
 
-from llmlab.interpreter.builder import Handle, NumpyBuilder
+from llmlab.interpreter.builder import NumpyBuilder
+from llmlab.interpreter.handle import Handle
 
 _ROUNDING = {None: None, "rtne": ir.ROUNDING_MODE.RTNE, "rtz": ir.ROUNDING_MODE.RTZ}
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import triton.language as tl
 
-from llmlab.interpreter.builder import Descriptor, Handle, NumpyBuilder, shape_of
+from llmlab.interpreter.access import Descriptor
+from llmlab.interpreter.builder import NumpyBuilder
+from llmlab.interpreter.handle import Handle, shape_of
 from llmlab.interpreter.semantic import Semantic, Tensor
 
 Replay = Callable[..., Any]  # (builder, *input handles) -> what the traced call returned

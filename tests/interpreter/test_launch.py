@@ -55,6 +55,19 @@ def test_on_meta_a_launch_is_recorded_by_the_innermost_recording() -> None:
     assert (inner[0].num_warps, inner[0].num_stages, inner[0].kwargs) == (2, 1, {"B": 16})
 
 
+def test_on_a_gpu_a_launch_is_tritons() -> None:
+    calls: list[tuple] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            return lambda *args, **kwargs: calls.append((grid, args, kwargs))
+
+    with FakeTensorMode():
+        x = torch.empty(8, device="cuda")
+    launch(Kernel(), (2, 3), x, 5, num_warps=8, num_stages=2, B=16)
+    assert calls == [((2, 3), (x, 5), {"num_warps": 8, "num_stages": 2, "B": 16})]
+
+
 def test_launches_without_a_tensor_or_a_device_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one tensor"):
         launch(_scale, (1,), 1, 2, B=16)
