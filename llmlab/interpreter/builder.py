@@ -78,9 +78,8 @@ class NumpyBuilder(Arithmetic, Accesses, InterpreterBuilder):
     def create_splat(self, type: Any, arg: Handle) -> Handle:
         """``type``: the block type, or its shape as a tuple (what a recorded call holds)."""
         shape = type if isinstance(type, tuple) else shape_of(type)
-        data = np.empty(
-            shape, arg.data.dtype
-        )  # filled, not broadcast: np.broadcast_to takes longer than these blocks do
+        data = np.empty(shape, arg.data.dtype)
+        # Filled, not broadcast: np.broadcast_to takes longer than filling blocks of this size does.
         data.fill(arg.data.reshape(-1)[0])
         return Handle(data, arg.dtype, arg.region)
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from llmlab.kernels.launch import launch, recording
 from llmlab.kernels.spec import CompileCase, Work, capture
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
