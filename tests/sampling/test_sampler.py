@@ -136,16 +136,26 @@ def test_min_tokens_of_each_request_end_on_their_own(kit, sampler):
     assert kit.generate(sampler, requests, lambda r: peaked(8, 2, 6), 4) == [[2] * 4, [6, 2, 2, 2], [6, 6, 6, 2]]
 
 
-def test_penalties_count_prompt_and_output_as_they_should(kit, sampler):
-    """Logits [2, −2, 1, −1, .5], prompt {0, 3}, output [1, 1]: read off by a processed logprob difference."""
+@pytest.mark.parametrize(
+    ("penalties", "expected"),
+    [
+        ((2.0, 0.5, 0.25), [1.0, -5.25, 1.0, -2.0, 0.5]),
+        ((2.0, 0.0, 0.0), [1.0, -4.0, 1.0, -2.0, 0.5]),
+        ((1.0, 0.5, 0.0), [2.0, -3.0, 1.0, -1.0, 0.5]),
+        ((1.0, 0.0, 0.25), [2.0, -2.25, 1.0, -1.0, 0.5]),
+    ],
+)
+def test_penalties_count_prompt_and_output_as_they_should(kit, sampler, penalties, expected):
+    """Logits [2, −2, 1, −1, .5], prompt {0, 3}, output [1, 1]: read off the processed logprobs."""
     logits = torch.tensor([2.0, -2.0, 1.0, -1.0, 0.5, *[NEG_INF] * 3])
-    expected = torch.tensor([1.0, -5.25, 1.0, -2.0, 0.5])
     report = Sampler(8, EOS, ops=sampler.ops, logprobs_mode="processed_logprobs")
-    kwargs = {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.25, "logprobs": 5}
-    request = kit.request(report, prompt=[0, 3, 0], output=[1, 1], **kwargs)
+    names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    request = kit.request(
+        report, prompt=[0, 3, 0], output=[1, 1], logprobs=5, **dict(zip(names, penalties, strict=True))
+    )
     entries = report(logits[None], [request]).logprobs[0]
     found = torch.tensor([entries[i].logprob for i in range(5)])
-    assert torch.allclose(found, expected.log_softmax(-1), atol=1e-6)
+    assert torch.allclose(found, torch.tensor(expected).log_softmax(-1), atol=1e-6)
 
 
 @pytest.mark.parametrize(
