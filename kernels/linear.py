@@ -4,14 +4,14 @@ Few rows leave few tiles, too few to keep every SM streaming weights; then K is 
 float32 part, and a second kernel adds the parts in a fixed order (no atomics: the same call gives the same bits).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from llmlab.kernels.launch import launch
 from llmlab.kernels.spec import CompileCase, Work, capture
-from llmlab.kernels.tiles import ceil_div, require_unit_stride, sm_count
+from llmlab.kernels.tiles import architecture, ceil_div, require_unit_stride, sm_count
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -144,6 +144,7 @@ SMALL_TILES = {
 }
 PLAIN_TILE = GemmTile(128, 128, 64, 8, 3)
 TMA_TILE = GemmTile(128, 256, 64, 8, 3, tma=True)
+CDNA_STAGES = 2  # 64 KiB of shared memory hold no more
 FLOAT32_TILE = GemmTile(32, 64, 32, 4, 2)  # full float32 has no tensor cores: for exactness and not for speed
 GROUP_M = 8
 
@@ -172,10 +173,11 @@ def choose_tile(x: Tensor, weight: Tensor) -> GemmTile:
     """The tile for these operands: by rows, and by whether the device and the strides allow TMA."""
     if x.dtype == torch.float32:
         return FLOAT32_TILE
-    for rows, tile in SMALL_TILES.items():
-        if x.shape[0] <= rows:
-            return tile
-    return TMA_TILE if has_tma(x.device) and tma_ready(x) and tma_ready(weight) else PLAIN_TILE
+    fitting = [tile for rows, tile in SMALL_TILES.items() if x.shape[0] <= rows]
+    if not fitting and has_tma(x.device) and tma_ready(x) and tma_ready(weight):
+        return TMA_TILE
+    tile = fitting[0] if fitting else PLAIN_TILE
+    return replace(tile, num_stages=CDNA_STAGES) if architecture(x.device) == "cdna" else tile
 
 
 def choose_split(num_rows: int, num_cols: int, depth: int, tile: GemmTile, num_sms: int) -> int:
@@ -191,9 +193,7 @@ def choose_split(num_rows: int, num_cols: int, depth: int, tile: GemmTile, num_s
 
 def has_tma(device: torch.device) -> bool:
     """Whether the tensor memory accelerator is there: NVIDIA's Hopper and later."""
-    if device.type == "cuda":
-        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-    return device.type == "meta"
+    return device.type in ("cuda", "meta") and architecture(device) == "hopper"
 
 
 def tma_ready(matrix: Tensor) -> bool:
@@ -277,39 +277,37 @@ def run_tile(x: Tensor, weight: Tensor, bias: Tensor | None, tile: GemmTile, spl
 
 
 def compile_cases() -> list[CompileCase]:
-    """Llama-3-8B's projections by batch size, one with a bias, an odd depth, and both large-batch kernels."""
+    """Llama-3-8B's projections by batch size, one with a bias, an odd depth, and what machines without TMA launch."""
     cases: list[CompileCase] = []
 
-    def operands(
-        rows: int, cols: int, depth: int, dtype: torch.dtype = torch.bfloat16
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return (
-            torch.empty(rows, depth, dtype=dtype, device="meta"),
-            torch.empty(cols, depth, dtype=dtype, device="meta"),
-            torch.empty(cols, dtype=dtype, device="meta"),
-        )
-
-    def add(name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    def add(
+        name: str, rows: int, cols: int, depth: int, dtype: torch.dtype = torch.bfloat16, with_bias: bool = False
+    ) -> None:
+        x = torch.empty(rows, depth, dtype=dtype, device="meta")
+        weight = torch.empty(cols, depth, dtype=dtype, device="meta")
+        bias = torch.empty(cols, dtype=dtype, device="meta") if with_bias else None
         tile = choose_tile(x, weight)
-        work = gemm_work(tile, x.element_size())
+        work = dict.fromkeys(("linear_kernel", "linear_tma_kernel"), gemm_work(tile, x.element_size()))
+        targets = ("sm_90", "sm_100") if tile.tma else ("sm_80", "sm_90", "sm_100")
+        cases.extend(capture(name, lambda: linear(x, weight, bias), work=work, targets=targets))
+
+    def add_tile(name: str, tile: GemmTile, rows: int, targets: tuple[str, ...]) -> None:
+        x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta")
+        weight = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
         cases.extend(
-            capture(name, lambda: linear(x, weight, bias), work={"linear_kernel": work, "linear_tma_kernel": work})
+            capture(name, lambda: run_tile(x, weight, None, tile, 1), work=gemm_work(tile, 2), targets=targets)
         )
 
     for rows in (1, 32, 64, 4096):
-        x, weight, _ = operands(rows, 4096, 4096)
-        add(f"rows{rows}", x, weight)
-    x, weight, bias = operands(4096, 6144, 4096)
-    add("rows4096_bias", x, weight, bias)
-    x, weight, bias = operands(1, 6144, 4096)
-    add("rows1_bias", x, weight, bias)
-    add("rows1_vocabulary", *operands(1, 128256, 4096)[:2])
-    add("rows1_k576", *operands(1, 576, 576)[:2])
-    add("float32", *operands(64, 576, 576, torch.float32)[:2])
-    x, weight, _ = operands(4096, 4096, 4096)
-    cases.extend(
-        capture("rows4096_without_tma", lambda: run_tile(x, weight, None, PLAIN_TILE, 1), work=gemm_work(PLAIN_TILE, 2))
-    )
+        add(f"rows{rows}", rows, 4096, 4096)
+    add("rows4096_bias", 4096, 6144, 4096, with_bias=True)
+    add("rows1_bias", 1, 6144, 4096, with_bias=True)
+    add("rows1_vocabulary", 1, 128256, 4096)
+    add("rows1_k576", 1, 576, 576)
+    add("float32", 64, 576, 576, torch.float32)
+    add_tile("rows4096_without_tma", PLAIN_TILE, 4096, ("sm_80", "sm_90", "sm_100"))
+    for rows, tile in {**SMALL_TILES, 4096: PLAIN_TILE}.items():
+        add_tile(f"cdna_rows{rows}", replace(tile, num_stages=CDNA_STAGES), rows, ("gfx942",))
     return cases
 
 

@@ -370,6 +370,7 @@ def launch_paged_attention(
     cap_log2, scale_log2 = 0.0, scale * LOG2_E
     if soft_cap is not None:
         cap_log2, scale_log2 = soft_cap * LOG2_E, 2.0 * scale / soft_cap * LOG2_E
+    limit = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
     launch(
         paged_attention_kernel,
         (num_query_blocks * num_kv_heads * ceil_div(group, heads_per_tile), num_splits),
@@ -413,6 +414,7 @@ def launch_paged_attention(
         PRECISION="ieee" if q.dtype == torch.float32 else None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **limit,
     )
 
 

@@ -71,8 +71,8 @@ def test_the_number_of_splits_follows_the_machine(monkeypatch):
         return choose_splits(q, key_cache, table, num_reqs, window, tile)
 
     assert [splits(n) for n in (1, 4, 16, 33, 64)] == [64, 16, 4, 1, 1]
-    assert splits(1, block_table_width=16) == 1, "256 keys are not worth cutting"
-    assert splits(1, window=1024) == 4
+    assert splits(1, block_table_width=8) == 1, "128 keys are not worth cutting"
+    assert splits(1, window=1024) == 8
 
 
 def test_nothing_in_nothing_out(paged_batch):
