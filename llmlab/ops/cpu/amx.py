@@ -1,0 +1,160 @@
+"""The matrix product on AMX tile registers: 16 tokens × 32 inputs times 32 inputs × 16 outputs in one instruction.
+
+Eight tile registers: sums for (1 or 2 blocks of 16 tokens) × (1 to 3 panels), the tokens' inputs, the panels. The inputs are
+read as they lie, a panel's next 32 inputs are one tile of 1 KB (Intel's Architecture Instruction Set Extensions, ch. 3).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from llmlab.ops.cpu import simd
+from llmlab.ops.cpu.parallel import INPUTS_IN_CACHE, arg, kernel, piece, take
+from llmlab.ops.cpu.simd import I8, VOID, call, int64, pointer
+from llmlab.ops.cpu.tiles import cpu_has, literal
+
+BLOCK = 16  # tokens in a tile
+STEP = 32  # inputs in a tile
+_TILE_BYTES = 1024
+
+
+@functools.cache
+def available() -> bool:
+    """Whether this processor and system let this process use AMX on bfloat16."""
+    ask = getattr(torch.cpu, "_init_amx", None)  # Linux grants the registers on request only
+    return cpu_has("amx-tile") and cpu_has("amx-bf16") and ask is not None and bool(ask())
+
+
+def _tile(b: ir.IRBuilder, name: str, *args: ir.Value | int) -> None:
+    """A tile instruction; plain integers are tile registers."""
+    call(b, f"llvm.x86.{name}", VOID, *[ir.Constant(I8, a) if isinstance(a, int) else a for a in args])
+
+
+@intrinsic
+def _configure(typingctx: Any, config: Any) -> Any:
+    def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        _tile(b, "ldtilecfg", pointer(b, args[0], I8))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def _release(typingctx: Any) -> Any:
+    def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        _tile(b, "tilerelease")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _product(
+    typingctx: Any, blocks: Any, panels: Any, w: Any, panel_bytes: Any, x: Any, x_stride: Any, in_features: Any, sums: Any
+) -> Any:
+    """The sums of ``blocks`` × ``panels`` tiles (literals), written to ``sums[blocks, 16, panels, 16]`` in float32."""
+    num_blocks, num_panels = literal(blocks), literal(panels)
+    spare = 8 - num_blocks * num_panels - num_blocks
+    total = lambda m, n: m * num_panels + n  # noqa: E731
+    inputs = lambda m: num_blocks * num_panels + m  # noqa: E731
+    weights = lambda n: num_blocks * num_panels + num_blocks + n % spare  # noqa: E731
+
+    def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        *_, w, panel_bytes, x, x_stride, in_features, sums = args
+        for m in range(num_blocks):
+            for n in range(num_panels):
+                _tile(b, "tilezero", total(m, n))
+        with cgutils.for_range_slice(b, int64(0), in_features, int64(STEP)) as (k, _):
+            for m in range(num_blocks):
+                row = b.add(b.add(x, b.mul(x_stride, int64(BLOCK * m))), b.mul(k, int64(2)))
+                _tile(b, "tileloadd64", inputs(m), pointer(b, row, I8), x_stride)
+            for n in range(num_panels):
+                at = b.add(b.add(w, b.mul(panel_bytes, int64(n))), b.mul(k, int64(_TILE_BYTES // STEP)))
+                _tile(b, "tileloadd64", weights(n), pointer(b, at, I8), int64(64))
+                for m in range(num_blocks):
+                    _tile(b, "tdpbf16ps", total(m, n), inputs(m), weights(n))
+        for m in range(num_blocks):
+            for n in range(num_panels):
+                at = b.add(sums, int64(m * BLOCK * num_panels * 64 + n * 64))
+                _tile(b, "tilestored64", total(m, n), pointer(b, at, I8), int64(num_panels * 64))
+        return context.get_dummy_value()
+
+    return types.void(blocks, panels, *[types.int64] * 6), codegen
+
+
+@kernel("qqqqqqqqqqqq")
+def _multiply(blocks: int, panels: int) -> Callable[[int], None]:
+    """``blocks`` · 16 tokens at a time; the last time the last ones, some of them once more. Fewer tokens than that: once,
+    with tiles of fewer rows (``config``)."""
+    step = BLOCK * blocks
+
+    def body(p: int) -> None:
+        x, x_stride, num_tokens, w, panel_bytes, in_features = arg(p, 0), arg(p, 1), arg(p, 2), arg(p, 3), arg(p, 4), arg(p, 5)
+        bias, out, out_stride, units, threads, config = arg(p, 6), arg(p, 7), arg(p, 8), arg(p, 9), arg(p, 10), arg(p, 11)
+        tokens_in_cache = max(INPUTS_IN_CACHE // (2 * in_features * step), 1) * step
+        sums = simd.scratch(8 * 1024)
+        _configure(config)
+        first, last = piece(take(p, 1), units, threads)
+        while first < last:
+            for begin in range(0, num_tokens, tokens_in_cache):
+                end = min(begin + tokens_in_cache, num_tokens)
+                for n in range(first * panels, last * panels, panels):
+                    for start in range(begin, end, step):
+                        t = max(min(start, num_tokens - step), 0)
+                        xt, wn = x + t * x_stride, w + n * panel_bytes
+                        _product(blocks, panels, wn, panel_bytes, xt, x_stride, in_features, sums)
+                        for i in range(min(step, num_tokens - t)):
+                            for j in range(panels):
+                                value = simd.load("f32", sums + (i * panels + j) * 64)
+                                if bias:
+                                    value = value + simd.load("bf16", bias + (n + j) * 32)
+                                simd.store("bf16", out + (t + i) * out_stride + (n + j) * 32, value)
+            first, last = piece(take(p, 1), units, threads)
+        _release()
+
+    return body
+
+
+@functools.cache
+def _config(rows: tuple[int, ...], panels: int) -> Tensor:
+    """The tile configuration (palette 1) for blocks of so many tokens each."""
+    config = torch.zeros(64, dtype=torch.uint8)
+    config[0] = 1
+    row_bytes = config[16:48].view(torch.uint16)
+    sums = [r for r in rows for _ in range(panels)]
+    for tile, r in enumerate([*sums, *rows]):
+        config[48 + tile], row_bytes[tile] = r, 64
+    for tile in range(len(sums) + len(rows), 8):
+        config[48 + tile], row_bytes[tile] = BLOCK, 64
+    return config
+
+
+def multiply(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """``out = x · wᵀ + bias`` for bfloat16; the number of inputs is a multiple of :data:`STEP`."""
+    tokens, in_features = x.shape
+    blocks = 1 if tokens <= BLOCK else 2
+    together = next(n for n in (3, 2, 1) if panels.shape[0] % n == 0 and (n < 3 or blocks == 1))
+    rows = (min(tokens, BLOCK),) if blocks == 1 else (BLOCK, min(tokens - BLOCK, BLOCK))
+    _multiply(blocks, together).parallel(
+        x.data_ptr(),
+        x.stride(0) * 2,
+        tokens,
+        panels.data_ptr(),
+        in_features * 2 * simd.LANES,
+        in_features,
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        out.stride(0) * 2,
+        panels.shape[0] // together,
+        torch.get_num_threads(),
+        _config(rows, together).data_ptr(),
+    )

@@ -1,0 +1,242 @@
+"""Attention straight from the paged cache: no copy of K or V, no loop over requests in Python.
+
+Work is dealt as (token, part of its context): a tile of keys is read as it lies in the cache, all heads together, and serves
+every query head, with an online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867). Few sequences are split along their
+context (Flash-Decoding), and whoever ends the last part of a token merges its parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from llmlab.ops import attention as reference
+from llmlab.ops.cpu import simd
+from llmlab.ops.cpu.parallel import arg, kernel, number, take
+from llmlab.ops.cpu.tiles import cpu_has, score_tile, weighted_sum
+
+_TILE = 32  # keys whose scores are computed before the running maximum is looked at
+_MAX_GROUP = 8  # query heads together; a larger group is served in parts
+_MAX_PARTS = 16
+
+
+@kernel("qqqqqqqqqqqqqdqdqqqqq")
+def _decode(method: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Callable[[int], None]:
+    """One item: all heads of one token over one part of its context."""
+    kind = method.removesuffix("dot")
+    size = simd.itemsize(kind)
+    per_kv_head = num_heads // num_kv_heads
+    group = next(n for n in range(min(per_kv_head, _MAX_GROUP), 0, -1) if per_kv_head % n == 0)
+    groups, groups_per_kv_head = num_heads // group, per_kv_head // group
+    row, tile, lanes = head_dim * size, _TILE, simd.LANES
+    sums_bytes = num_heads * head_dim * 4
+    state_bytes = -(-num_heads // lanes) * 64  # one float32 a head
+    part_bytes = part_floats(num_heads, head_dim) * 4
+    scores_bytes, offsets_bytes = group * tile * 4, 2 * tile * 8
+
+    def body(p: int) -> None:
+        q, q_stride, key_cache, value_cache = arg(p, 0), arg(p, 1), arg(p, 2), arg(p, 3)
+        block_size, block_stride, slot_stride = arg(p, 4), arg(p, 5), arg(p, 6)
+        block_table, table_stride, query_start_loc = arg(p, 7), arg(p, 8), arg(p, 9)
+        seq_lens, num_reqs, tokens = arg(p, 10), arg(p, 11), arg(p, 12)
+        scale, window, soft_cap = np.float32(number(p, 13)), arg(p, 14), np.float32(number(p, 15))
+        max_parts, parts, counters, out, lse = arg(p, 16), arg(p, 17), arg(p, 18), arg(p, 19), arg(p, 20)
+        sums, highs, totals = simd.scratch(sums_bytes), simd.scratch(state_bytes), simd.scratch(state_bytes)
+        scores, factors, offsets = simd.scratch(scores_bytes), simd.scratch(64), simd.scratch(offsets_bytes)
+        low, zero = np.float32(-np.inf), np.float32(0.0)
+        longest = 0
+        for r in range(num_reqs):
+            longest = max(longest, simd.load_int32(seq_lens + 4 * r))
+        part_keys = (longest + max_parts * tile - 1) // (max_parts * tile) * tile
+        while True:
+            item = take(p, 1)
+            if item >= tokens * max_parts:
+                break
+            token, part = item // max_parts, item % max_parts
+            # the request that the token belongs to: the last one that starts at or before it
+            request, above = 0, num_reqs
+            while above - request > 1:
+                middle = (request + above) // 2
+                if simd.load_int32(query_start_loc + 4 * middle) <= token:
+                    request = middle
+                else:
+                    above = middle
+            after = simd.load_int32(query_start_loc + 4 * (request + 1)) - 1 - token
+            keys = simd.load_int32(seq_lens + 4 * request) - after
+            begin = max(keys - window, 0) if window > 0 else 0
+            num_parts = max((keys - begin + part_keys - 1) // part_keys, 1)
+            if part >= num_parts:
+                continue
+            begin += part * part_keys
+            end = min(begin + part_keys, keys)
+            for i in range(0, sums_bytes, 64):
+                simd.store("f32", sums + i, simd.splat(zero))
+            for i in range(0, state_bytes, 64):
+                simd.store("f32", highs + i, simd.splat(low))
+                simd.store("f32", totals + i, simd.splat(zero))
+            table = block_table + 4 * table_stride * request
+            # where the keys of a tile stand; the tile after it is asked for while this one is worked on
+            index, slot = begin // block_size, begin % block_size
+            base = simd.load_int32(table + 4 * index) * block_stride
+            ready, start = 0, begin
+            while start < end:
+                n = min(tile, end - start)
+                while ready < min(start + 2 * tile, end) - begin:
+                    offset = base + slot * slot_stride
+                    simd.store_int64(offsets + 8 * (ready % (2 * tile)), offset)
+                    for line in range(0, slot_stride, 64):
+                        simd.prefetch(key_cache + offset + line)
+                        simd.prefetch(value_cache + offset + line)
+                    ready, slot = ready + 1, slot + 1
+                    if slot == block_size and ready < end - begin:
+                        index, slot = index + 1, 0
+                        base = simd.load_int32(table + 4 * index) * block_stride
+                here = offsets + 8 * ((start - begin) % (2 * tile))
+                last = simd.load_int64(here + 8 * (n - 1))
+                for j in range(n, (n + lanes - 1) // lanes * lanes):
+                    simd.store_int64(here + 8 * j, last)  # keys that fill up the last vector; masked below
+                for of in range(groups):
+                    head = of * group
+                    shift = of // groups_per_kv_head * row
+                    queries = q + token * q_stride + head * row
+                    for j in range(0, n, lanes):
+                        at = scores + 4 * j
+                        score_tile(method, group, head_dim, queries, key_cache + shift, here + 8 * j, at, 4 * tile)
+                    for g in range(group):
+                        mine = scores + g * tile * 4
+                        top = simd.splat(low)
+                        for j in range(0, n, lanes):
+                            s = simd.load("f32", mine + 4 * j) * simd.splat(scale)
+                            if soft_cap > zero:
+                                s = _capped(s, soft_cap)
+                            s = simd.keep_first(s, n - j, low)
+                            simd.store("f32", mine + 4 * j, s)
+                            top = simd.maximum(s, top)
+                        old = simd.load_one("f32", highs + 4 * (head + g))
+                        high = max(old, simd.highest(top))
+                        summed = simd.splat(zero)
+                        for j in range(0, n, lanes):
+                            weight = simd.exp(simd.load("f32", mine + 4 * j) - simd.splat(high))
+                            simd.store("f32", mine + 4 * j, weight)
+                            summed = summed + weight
+                        factor = simd.exp_one(old - high)
+                        total = simd.load_one("f32", totals + 4 * (head + g)) * factor + simd.total(summed)
+                        simd.store("f32", factors + 4 * g, factor)
+                        simd.store("f32", highs + 4 * (head + g), high)
+                        simd.store("f32", totals + 4 * (head + g), total)
+                    mine = sums + head * head_dim * 4
+                    weighted_sum(kind, group, head_dim, value_cache + shift, here, n, scores, 4 * tile, factors, mine)
+                start += tile
+            if num_parts > 1:
+                # leave the part for whoever comes last; who does, reads all of them in order
+                mine = parts + token * max_parts * part_bytes
+                own = mine + part * part_bytes
+                simd.copy(own, sums, sums_bytes)
+                simd.copy(own + sums_bytes, highs, state_bytes)
+                simd.copy(own + sums_bytes + state_bytes, totals, state_bytes)
+                if simd.fetch_add(counters + 8 * token, 1) < num_parts - 1:
+                    continue
+                for head in range(num_heads):
+                    high, total = low, zero
+                    for s in range(num_parts):
+                        high = max(high, simd.load_one("f32", mine + s * part_bytes + sums_bytes + 4 * head))
+                    for i in range(0, head_dim * 4, 64):
+                        simd.store("f32", sums + head * head_dim * 4 + i, simd.splat(zero))
+                    for s in range(num_parts):
+                        state = mine + s * part_bytes + sums_bytes + 4 * head
+                        factor = simd.exp_one(simd.load_one("f32", state) - high)
+                        total += factor * simd.load_one("f32", state + state_bytes)
+                        for i in range(head * head_dim * 4, (head + 1) * head_dim * 4, 64):
+                            added = simd.load("f32", mine + s * part_bytes + i)
+                            simd.store("f32", sums + i, simd.fma(simd.splat(factor), added, simd.load("f32", sums + i)))
+                    simd.store("f32", highs + 4 * head, high)
+                    simd.store("f32", totals + 4 * head, total)
+            for head in range(num_heads):
+                total = simd.load_one("f32", totals + 4 * head)
+                inverse = simd.splat(np.float32(1.0) / total)
+                for i in range(0, head_dim, lanes):
+                    value = simd.load("f32", sums + (head * head_dim + i) * 4) * inverse
+                    simd.store(kind, out + (token * num_heads + head) * row + i * size, value)
+                if lse != 0:
+                    high = simd.load_one("f32", highs + 4 * head)
+                    simd.store("f32", lse + (token * num_heads + head) * 4, high + np.float32(math.log(total)))
+
+    return body
+
+
+@njit
+def _capped(scores, cap):  # type: ignore[no-untyped-def]
+    """cap · tanh(scores / cap)."""
+    one, limit = simd.splat(np.float32(1.0)), simd.splat(cap)
+    half = scores / limit
+    return limit * (one - (one + one) / (simd.exp(half + half) + one))
+
+
+def part_floats(num_heads: int, head_dim: int) -> int:
+    """Size of one part's result: weighted sums, and of each head the highest score and the total weight."""
+    return num_heads * head_dim + 2 * -(-num_heads // simd.LANES) * simd.LANES
+
+
+def paged_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    tokens, num_heads, head_dim = q.shape
+    num_blocks, block_size, num_kv_heads, _ = key_cache.shape
+    kind = simd.KINDS.get(q.dtype)
+    if (
+        kind is None
+        or head_dim % simd.LANES
+        or not (q.dtype == key_cache.dtype == value_cache.dtype)
+        or not (block_table.dtype == query_start_loc.dtype == seq_lens.dtype == torch.int32)
+        or not (key_cache.is_contiguous() and value_cache.is_contiguous() and block_table.stride(1) == 1)
+    ):
+        return reference.paged_attention.reference(
+            q, key_cache, value_cache, block_table, query_start_loc, seq_lens, scale, sliding_window, soft_cap, return_lse
+        )
+    q, size = simd.heads_together(q), q.element_size()
+    out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype)
+    lse = torch.empty((tokens, num_heads), dtype=torch.float32) if return_lse else None
+    max_parts = min(16 * torch.get_num_threads() // max(tokens, 1), _MAX_PARTS)
+    parts = counters = out
+    if max_parts > 1:
+        parts = torch.empty(tokens * max_parts * part_floats(num_heads, head_dim), dtype=torch.float32)
+        counters = torch.zeros(tokens, dtype=torch.int64)
+    method = "bf16dot" if kind == "bf16" and cpu_has("avx512bf16") and head_dim % 32 == 0 else kind
+    _decode(method, num_heads, num_kv_heads, head_dim).parallel(
+        q.data_ptr(),
+        q.stride(0) * size,
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        block_size,
+        key_cache.stride(0) * size,
+        key_cache.stride(1) * size,
+        block_table.data_ptr(),
+        block_table.stride(0),
+        query_start_loc.data_ptr(),
+        seq_lens.data_ptr(),
+        seq_lens.shape[0],
+        tokens,
+        scale,
+        sliding_window or 0,
+        soft_cap or 0.0,
+        max(max_parts, 1),
+        parts.data_ptr(),
+        counters.data_ptr(),
+        out.data_ptr(),
+        0 if lse is None else lse.data_ptr(),
+    )
+    return out if lse is None else (out, lse)

@@ -1,0 +1,69 @@
+"""Rows copied by index: the embedding look-up, and the gather of each request's last token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from llmlab.ops import embedding as reference
+from llmlab.ops.cpu import simd
+from llmlab.ops.cpu.parallel import arg, kernel, report, take
+
+_SERIAL_BELOW = 1 << 17  # bytes; below, one core is done before another is awake
+
+
+@kernel("qqqqqqqq")
+def _gather(index_bytes: int) -> Callable[[int], None]:
+    """out[i] = table[index[i] + shift], rows of ``row_bytes`` bytes."""
+
+    def body(p: int) -> None:
+        index, count, shift, table, rows = arg(p, 0), arg(p, 1), arg(p, 2), arg(p, 3), arg(p, 4)
+        row_bytes, row_stride, out = arg(p, 5), arg(p, 6), arg(p, 7)
+        while True:
+            first = take(p, 16)
+            if first >= count:
+                break
+            for i in range(first, min(first + 16, count)):
+                at = index + index_bytes * i
+                row = (simd.load_int64(at) if index_bytes == 8 else simd.load_int32(at)) + shift
+                if 0 <= row < rows:
+                    simd.copy(out + i * row_bytes, table + row * row_stride, row_bytes)
+                else:
+                    report(p, i + 1)
+
+    return body
+
+
+def _rows(table: Tensor, index: Tensor, shift: int) -> Tensor:
+    rows, width = table.shape
+    size = table.element_size()
+    out = torch.empty((index.shape[0], width), dtype=table.dtype)
+    one = _gather(index.element_size())
+    run = one.serial if out.numel() * size < _SERIAL_BELOW else one.parallel
+    bad = run(
+        index.data_ptr(),
+        index.shape[0],
+        shift,
+        table.data_ptr(),
+        rows,
+        width * size,
+        table.stride(0) * size,
+        out.data_ptr(),
+    )
+    if bad:
+        raise IndexError(f"row {index[bad - 1].item() + shift} is outside a table of {rows} rows")
+    return out
+
+
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    if token_ids.dtype not in (torch.int64, torch.int32) or weight.stride(1) != 1:
+        return reference.embedding.reference(token_ids, weight)
+    return _rows(weight, token_ids.contiguous(), 0)
+
+
+def gather_last_tokens(x: Tensor, query_start_loc: Tensor) -> Tensor:
+    if query_start_loc.dtype not in (torch.int64, torch.int32) or x.stride(1) != 1:
+        return reference.gather_last_tokens.reference(x, query_start_loc)
+    return _rows(x, query_start_loc.contiguous()[1:], -1)

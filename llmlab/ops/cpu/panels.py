@@ -1,0 +1,83 @@
+"""The layout of a weight for streaming: panels of sixteen output features, contiguous, in the order in which they are used.
+
+A panel ``[in_features, 16]`` holds, for each input feature, what it adds to sixteen outputs: one vector load, one multiply-add
+with that input broadcast, and no sum over lanes at the end. bfloat16 panels hold pairs, ``[in_features/2, 16, 2]``: what the
+processors' pair products (AVX512-BF16, AMX) want. Read from front to back, whatever the number of tokens.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmlab.ops.cpu.simd import KINDS, LANES
+
+_PAGE = 2 << 20
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """A weight ``[out_features, in_features]`` laid out for a CPU.
+
+    Attributes:
+        shape: ``(out_features, in_features)`` of the weight.
+        panels: ``[out_features/16, in_features, 16]``, or with bfloat16 ``[out_features/16, in_features/2, 16, 2]``.
+    """
+
+    shape: torch.Size
+    panels: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.panels.dtype
+
+    def unpack(self) -> Tensor:
+        """The weight row by row again (a copy)."""
+        if self.panels.ndim == 4:
+            return self.panels.permute(0, 2, 1, 3).reshape(self.shape)
+        return self.panels.permute(0, 2, 1).reshape(self.shape)
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether the weight divides into panels, and its dtype has kernels."""
+    out_features, in_features = weight.shape
+    return weight.dtype in KINDS and out_features % LANES == 0 and in_features % LANES == 0
+
+
+class LinearPacker:
+    """Packs weights one after another into areas of large pages (2 MB): with 4 KB pages, address translation halves the
+    bandwidth at which weights stream. Weights that do not divide into panels stay as they are."""
+
+    def __init__(self, area_bytes: int = 64 << 20):
+        self._area_bytes = area_bytes
+        self._area = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, weight: Tensor) -> PackedLinear | Tensor:
+        if not can_pack(weight):
+            return weight
+        out_features, in_features = weight.shape
+        if weight.dtype == torch.bfloat16:
+            source = weight.view(out_features // LANES, LANES, in_features // 2, 2).permute(0, 2, 1, 3)
+        else:
+            source = weight.view(out_features // LANES, LANES, in_features).permute(0, 2, 1)
+        return PackedLinear(weight.shape, self._reserve(source).copy_(source))
+
+    def _reserve(self, like: Tensor) -> Tensor:
+        size = like.numel() * like.element_size()
+        if size > self._area.numel():
+            self._area = large_pages(max(size, self._area_bytes))
+        taken, self._area = self._area[:size], self._area[-(-size // 64) * 64 :]
+        return taken.view(like.dtype).view(like.shape)
+
+
+def large_pages(size: int) -> Tensor:
+    """``size`` bytes from the start of a large page on, zero, taken from the system as they are touched."""
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    area = mmap.mmap(-1, size + _PAGE, **private)  # a shared mapping, Python's default, gets no large pages
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        area.madvise(mmap.MADV_HUGEPAGE)
+    data = torch.frombuffer(area, dtype=torch.uint8)
+    return data[-data.data_ptr() % _PAGE :][:size]

@@ -1,0 +1,195 @@
+"""How a CPU kernel is compiled, called and spread over the cores.
+
+A kernel is a function of one address: that of a row of 64-bit arguments. Compiled by numba to a plain C function, it is
+called through ctypes in half a microsecond, which counts when a decode step calls three hundred of them. In parallel, the
+same function runs once on every thread of torch's own OpenMP pool (a second pool would fight the first for the cores), and
+the threads take pieces of the work from a counter that stands before the arguments, so that a thread that was put aside by
+the operating system holds up one piece only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import cfunc, njit, prange, types
+from numba.extending import intrinsic
+
+from llmlab.ops.cpu import simd
+
+INPUTS_IN_CACHE = 512 << 10  # bytes of one operand that a kernel goes over again and again: half of a small L2 cache
+Launcher = Callable[[int, bytes, int], None]
+_STATUS = struct.Struct("q").unpack_from
+
+
+class Kernel:
+    """A compiled kernel.
+
+    Args:
+        body: the function of one int64, the address of its arguments. Word 0 is the shared counter, word 1 a status that
+            the kernel may set (:func:`report`), the arguments follow.
+        layout: the arguments, for :mod:`struct`: q for a pointer or an integer, d for a float.
+    """
+
+    def __init__(self, body: Callable[[int], None], layout: str):
+        self._compiled = compiled = _compile(body)  # owns the machine code
+        self._address = compiled.address
+        self._pack = struct.Struct("qq" + layout).pack
+        self._call = ctypes.PYFUNCTYPE(None, ctypes.c_char_p)(self._address)
+        self._launch = _launcher()
+
+    def serial(self, *args: Any) -> int:
+        """Run on the calling thread; returns the status, 0 unless the kernel reported something."""
+        row = self._pack(0, 0, *args)
+        self._call(row)
+        return _STATUS(row, 8)[0]
+
+    def parallel(self, *args: Any) -> int:
+        """Run on all of torch's threads (``torch.set_num_threads``); returns the status."""
+        row = self._pack(0, 0, *args)  # these bytes are this call's own, so that the kernel may write into them
+        self._launch(self._address, row, torch.get_num_threads())
+        return _STATUS(row, 8)[0]
+
+    @property
+    def assembly(self) -> str:
+        """What LLVM made of it."""
+        return self._compiled._library.get_asm_str()
+
+
+def kernel(layout: str) -> Callable[[Callable[..., Callable[[int], None]]], Callable[..., Kernel]]:
+    """Decorate a maker of kernel bodies: ``make(*specialisation) -> body`` becomes ``make(*specialisation) -> Kernel``.
+
+    Each specialisation is compiled when it is first asked for, once a process; numba keeps the machine code on disk
+    (``NUMBA_CACHE_DIR``, or ``__pycache__`` beside the source).
+    """
+
+    def decorate(make: Callable[..., Callable[[int], None]]) -> Callable[..., Kernel]:
+        @functools.cache
+        @functools.wraps(make)
+        def build(*specialisation: Any) -> Kernel:
+            return Kernel(make(*specialisation), layout)
+
+        return build
+
+    return decorate
+
+
+def _compile(body: Callable[[int], None]) -> Any:
+    # numba recompiles when the body's own file changes, but does not see the files that it is built from: their state is
+    # made part of the name that the machine code is kept under.
+    body.__qualname__ += f".{_sources():x}"
+    compiler = functools.partial(cfunc, types.void(types.int64), error_model="numpy")  # no checks of divisors
+    try:
+        return compiler(cache=True)(body)
+    except RuntimeError:  # nowhere to keep it: the body was typed in, or nothing can be written
+        return compiler()(body)
+
+
+@functools.cache
+def _sources() -> int:
+    folder = Path(__file__).parent
+    stamps = [(folder / name).stat().st_mtime_ns for name in ("parallel.py", "simd.py", "tiles.py")]
+    return zlib.crc32(repr(stamps).encode())
+
+
+@functools.cache
+def _launcher() -> Launcher:
+    """``launch(address, arguments, threads)`` on torch's OpenMP runtime if it can be reached, else through numba's pool."""
+    process = ctypes.CDLL(None) if os.name == "posix" else None
+    try:
+        threads_now = process.omp_get_max_threads()
+        launch = process.GOMP_parallel
+    except AttributeError:
+        return _launch_by_numba
+    if threads_now != torch.get_num_threads():  # another runtime than torch's
+        return _launch_by_numba
+    launch.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint)
+    launch.restype = None
+    return lambda address, arguments, threads: launch(address, arguments, threads, 0)
+
+
+@intrinsic
+def _call(typingctx: Any, address: Any, arguments: Any) -> Any:
+    def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        function = ir.FunctionType(simd.VOID, [simd.I64])
+        b.call(simd.pointer(b, args[0], function), [args[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@functools.cache
+def _numba_pool() -> Callable[[int, int, int], None]:
+    @njit("void(int64, int64, int64)", parallel=True, nogil=True)
+    def run(address: int, arguments: int, threads: int) -> None:
+        for _ in prange(threads):
+            _call(address, arguments)
+
+    return run
+
+
+def _launch_by_numba(address: int, arguments: bytes, threads: int) -> None:
+    _numba_pool()(address, ctypes.cast(arguments, ctypes.c_void_p).value, threads)
+
+
+# ---- inside a kernel -------------------------------------------------------------------------------------------------------
+
+# Intrinsics rather than small functions, because numba takes half a second to inline a dozen of those into a kernel.
+
+
+def _word(b: ir.IRBuilder, row: ir.Value, offset: int, kind: ir.Type, index: ir.Value | None = None) -> ir.Value:
+    address = b.add(row, simd.int64(offset))
+    return simd.pointer(b, address if index is None else b.add(address, b.shl(index, simd.int64(3))), kind)
+
+
+@intrinsic
+def arg(typingctx: Any, p: Any, index: Any) -> Any:
+    """``arg(p, index) -> int64``: an argument (from 0), an integer or a pointer."""
+    code = lambda context, b, sig, args: b.load(_word(b, args[0], 16, simd.I64, args[1]))  # noqa: E731
+    return types.int64(types.int64, types.int64), code
+
+
+@intrinsic
+def number(typingctx: Any, p: Any, index: Any) -> Any:
+    """``number(p, index) -> float64``: an argument that is a float."""
+    code = lambda context, b, sig, args: b.load(_word(b, args[0], 16, ir.DoubleType(), args[1]))  # noqa: E731
+    return types.float64(types.int64, types.int64), code
+
+
+@intrinsic
+def take(typingctx: Any, p: Any, count: Any) -> Any:
+    """``take(p, count) -> int64``: the first of the next ``count`` pieces of work that no thread has taken yet."""
+    code = lambda context, b, sig, args: b.atomic_rmw(  # noqa: E731
+        "add", _word(b, args[0], 0, simd.I64), args[1], "acq_rel"
+    )
+    return types.int64(types.int64, types.int64), code
+
+
+@intrinsic
+def report(typingctx: Any, p: Any, status: Any) -> Any:
+    """``report(p, status)``: hand a number back to the caller; something in the arguments is wrong."""
+
+    def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        b.store(args[1], _word(b, args[0], 8, simd.I64))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@njit
+def piece(index: int, count: int, threads: int) -> tuple[int, int]:
+    """Piece ``index`` of ``count`` units: three quarters are dealt out, one long run a thread, which memory likes best; the
+    rest goes in short runs to whoever is free, so that a thread that was interrupted does not hold up the others."""
+    long = count * 3 // (4 * threads)
+    dealt = threads if long else 0
+    short = max((count - long * dealt) // (4 * threads), 1)
+    first = long * min(index, dealt) + short * max(index - dealt, 0)
+    return min(first, count), min(first + (long if index < dealt else short), count)
