@@ -219,6 +219,34 @@ def test_a_cache_that_was_reset_is_cold(folder, reference):
     assert totals(llm).prefix_cache_hits == before
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"preemption_mode": "swap"}, {"max_num_batched_tokens": 5}], ids=repr)
+def test_unwritten_slots_may_hold_nan(folder, reference, kwargs):
+    llm = make(folder, num_kv_blocks=14, **kwargs)
+    runner = llm.engine.runner
+    for cache in (runner.kv_cache, runner.host_cache):
+        if cache is not None:
+            cache.fill_(float("nan"))
+    assert answers(llm) == reference
+
+
+def test_aborting_one_request_ends_all_its_outputs(folder, reference):
+    llm = make(folder, num_kv_blocks=20, max_num_batched_tokens=9)
+    several = SamplingParams(n=5, temperature=1.0, seed=3, max_tokens=30, ignore_eos=True)
+    for num_steps in range(8):  # from before the first step to the middle of the output
+        llm.engine.add_request("several", PROMPTS[1], several)
+        llm.engine.add_request("other", PROMPTS[0], PARAMS[0])
+        for _ in range(num_steps):
+            llm.engine.step()
+        llm.engine.abort_request("several")
+        outputs = {}
+        while llm.engine.has_unfinished_requests():
+            outputs |= {o.request_id: o for o in llm.engine.step()}
+        assert [o.finish_reason for o in outputs["several"].outputs] == ["abort"] * 5
+        assert outputs["other"].outputs[0].token_ids == reference[0][0]
+        assert_idle(llm)
+
+
+@pytest.mark.slow
 def test_two_thousand_requests_with_aborts_through_a_pool_for_eight(folder, reference):
     """No leak, no stall, no wrong token, and no memory that grows."""
     llm = make(folder, num_kv_blocks=8 * 5, max_num_batched_tokens=48, preemption_mode="swap", num_host_blocks=16)

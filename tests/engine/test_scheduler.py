@@ -489,13 +489,16 @@ def test_a_waiting_request_never_evicts_a_running_one():
     assert not any(o.preempted_req_ids for o in outputs)
 
 
-def test_recomputed_tokens_are_counted():
-    scheduler, _, second = two_that_do_not_fit(caching=False)
+@pytest.mark.parametrize("budget", [3, 5, 16])
+def test_recomputed_tokens_are_counted(budget):
+    scheduler = make(num_blocks=4, caching=False, max_num_batched_tokens=budget)
+    first, second = add(scheduler, "a", 8, max_tokens=9), add(scheduler, "b", 7, max_tokens=5)
     outputs = run_all(scheduler)
-    assert second.num_preemptions == 1
-    assert sum(o.num_recomputed_tokens for o in outputs) == 7 == scheduler.stats.totals.num_recomputed_tokens
-    # and every token that was computed is either one of the 8 + 7 + 4 + 4 that had to be, or one of these
-    assert scheduler.stats.totals.num_scheduled_tokens == 23 + 7
+    num_recomputed = scheduler.stats.totals.num_recomputed_tokens
+    assert first.num_preemptions == 0 and second.num_preemptions >= 1 and num_recomputed > 0
+    assert num_recomputed == sum(o.num_recomputed_tokens for o in outputs)
+    # each token that was computed is either one of the 8 + 8 and 7 + 4 that had to be, or one of these
+    assert scheduler.stats.totals.num_scheduled_tokens == 16 + 11 + num_recomputed
 
 
 def test_four_long_requests_through_a_pool_for_two_and_a_half():
