@@ -1,14 +1,14 @@
 """The builder's loads, stores, atomics and tensor descriptors."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from triton._C.libtriton import ir
 
 from llmlab.interpreter.handle import INT1, Handle, rounded
-from llmlab.interpreter.memory import REGISTER_TYPE, gather, resolve, scatter
+from llmlab.interpreter.memory import REGISTER_TYPE, Region, gather, resolve, scatter
 
 
 @dataclasses.dataclass(eq=False)
@@ -59,6 +59,8 @@ _ATOMIC = {
 class Accesses:
     """What touches memory. Arguments after those named differ between Triton's versions, and change nothing here."""
 
+    regions: list[Region]  # the tensor arguments
+
     # -- loads, stores, atomics
 
     def create_load(self, pointers: Handle, *_: Any) -> Handle:
@@ -67,15 +69,51 @@ class Accesses:
     def create_masked_load(
         self, pointers: Handle, mask: Handle | None, other: Handle | None, *_: Any, **__: Any
     ) -> Handle:
+        lanes = None if mask is None else mask.data
+        if pointers.region is not None:
+            return self.load(pointers, lanes, other)
+        result = self.load(pointers, np.zeros(pointers.data.shape, bool), other)
+        for part, own in self.by_region(pointers, lanes):
+            loaded = self.load(part, own, other)
+            result = Handle(np.where(own, loaded.data, result.data), result.dtype)
+        return result
+
+    def load(self, pointers: Handle, mask: np.ndarray | None, other: Handle | None) -> Handle:
         element = pointers.dtype.element_ty
-        access = resolve(pointers, None if mask is None else mask.data, "load")
+        access = resolve(pointers, mask, "load")
         return Handle(gather(access, element, None if other is None else other.data), element)
+
+    def by_region(self, pointers: Handle, mask: np.ndarray | None) -> Iterator[tuple[Handle, np.ndarray]]:
+        """Pointers that have lost their origin (chosen between two tensors, made from integers), told apart by address.
+
+        Yields the pointers with an origin, and the lanes that are its; what belongs to no tensor comes last, without one.
+        """
+        left = np.ones(pointers.data.shape, bool) if mask is None else np.broadcast_to(mask, pointers.data.shape).copy()
+        for only_covered in (True, False):  # of several views into one storage the one that has the element goes first
+            for region in self.regions:
+                offset = pointers.data - np.uint64(region.base)
+                own = left & (offset < np.uint64(region.raw.size))
+                if only_covered and own.any():
+                    own &= region.covers(np.where(own, offset, np.uint64(0)).astype(np.int64))
+                if own.any():
+                    left &= ~own
+                    yield Handle(pointers.data, pointers.dtype, region), own
+        if left.any():
+            yield pointers, left
 
     def create_store(self, pointers: Handle, value: Handle, *_: Any) -> None:
         self.create_masked_store(pointers, value, None)
 
     def create_masked_store(self, pointers: Handle, value: Handle, mask: Handle | None, *_: Any) -> None:
-        scatter(resolve(pointers, None if mask is None else mask.data, "store"), pointers.dtype.element_ty, value.data)
+        lanes = None if mask is None else mask.data
+        if pointers.region is not None:
+            self.store(pointers, value, lanes)
+        else:
+            for part, own in self.by_region(pointers, lanes):
+                self.store(part, value, own)
+
+    def store(self, pointers: Handle, value: Handle, mask: np.ndarray | None) -> None:
+        scatter(resolve(pointers, mask, "store"), pointers.dtype.element_ty, value.data)
 
     def create_atomic_load(self, pointers: Handle, mask: Handle, *_: Any) -> Handle:
         return self.create_masked_load(pointers, mask, None)

@@ -17,7 +17,7 @@ from llmlab.interpreter import rounding
 from llmlab.interpreter.access import Accesses
 from llmlab.interpreter.arithmetic import Arithmetic
 from llmlab.interpreter.handle import BF16, INT1, INT32, Handle, common_region, shape_of
-from llmlab.interpreter.memory import REGISTER_TYPE
+from llmlab.interpreter.memory import REGISTER_TYPE, Region
 
 
 def _getter(dtype: tl.dtype) -> Callable[["NumpyBuilder", Any], Handle]:
@@ -31,6 +31,7 @@ class NumpyBuilder(Arithmetic, Accesses, InterpreterBuilder):
         super().__init__()
         # The front end's own overflow test widens every integer operation, and reports nothing without a device.
         self.options = dataclasses.replace(InterpreterOptions(), sanitize_overflow=False)
+        self.regions: list[Region] = []
         self.grid_dim: tuple[int, int, int] = (1, 1, 1)
         self.grid_idx: tuple[int, int, int] = (0, 0, 0)
 

@@ -35,7 +35,6 @@ class CheckedBuilder(NumpyBuilder):
         super().__init__()
         self.checks = checks
         self.collector = collector
-        self.regions: list[Region] = []  # the tensor arguments
         self.order = ProgramOrder(collector)
         self.grid = GridAccesses()
         self.undo: list[Written] = []  # in the order of the stores
@@ -57,7 +56,7 @@ class CheckedBuilder(NumpyBuilder):
         dtype = STORAGE_TYPE[element.name]
         addresses = pointers.data
         on = np.ones(addresses.shape, bool) if mask is None else np.broadcast_to(mask, addresses.shape)
-        region = pointers.region or self._region_at(addresses[on])
+        region = pointers.region
         if region is None:
             if on.any():
                 self.collector.report(f"out-of-bounds-{what}", "through a pointer that comes from no tensor argument")
@@ -80,12 +79,6 @@ class CheckedBuilder(NumpyBuilder):
         if access.elements.size == 0:
             access.elements = np.zeros(1, dtype)
         return access
-
-    def _region_at(self, addresses: np.ndarray) -> Region | None:
-        if not addresses.size:
-            return None
-        first = int(addresses.reshape(-1)[0])
-        return next((r for r in self.regions if r.base <= first < r.base + r.raw.size), None)
 
     def _report_bounds(self, region: Region, offsets: np.ndarray, lanes: int, dtype: np.dtype, what: str) -> None:
         view_start = region.tensor.storage_offset() * region.tensor.element_size()
@@ -116,11 +109,9 @@ class CheckedBuilder(NumpyBuilder):
             note = self.order.load if kind == "load" else self.order.store
             note(addresses, lanes, access.index.size, access.region.name)
 
-    def create_masked_load(
-        self, pointers: Handle, mask: Handle | None, other: Handle | None, *_: Any, **__: Any
-    ) -> Handle:
+    def load(self, pointers: Handle, mask: np.ndarray | None, other: Handle | None) -> Handle:
         element = pointers.dtype.element_ty
-        access = self.inspect(pointers, None if mask is None else mask.data, "load")
+        access = self.inspect(pointers, mask, "load")
         self.record("load", access)
         if other is not None:
             fill: Any = other.data
@@ -136,8 +127,8 @@ class CheckedBuilder(NumpyBuilder):
             return np.bool_(True)
         return np.array(POISON_INT & np.iinfo(kind).max).astype(kind)
 
-    def create_masked_store(self, pointers: Handle, value: Handle, mask: Handle | None, *_: Any) -> None:
-        access = self.inspect(pointers, None if mask is None else mask.data, "store")
+    def store(self, pointers: Handle, value: Handle, mask: np.ndarray | None) -> None:
+        access = self.inspect(pointers, mask, "store")
         if access.region is None:
             return
         self.record("store", access)

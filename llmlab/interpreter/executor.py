@@ -145,7 +145,7 @@ def run_unchecked(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[st
     plain, kwargs = unwrap_kernel(kernel, args, kwargs)
     values = bind(plain, args, kwargs)
     runtime = Runtime(NumpyBuilder())
-    converted, _ = convert_arguments(plain, values, runtime)
+    converted, runtime.builder.regions = convert_arguments(plain, values, runtime)
     execute(plain, normalise_grid(grid, values), converted, runtime)
 
 

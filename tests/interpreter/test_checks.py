@@ -77,6 +77,28 @@ def test_before_the_start() -> None:
 
 
 @triton.jit
+def _chosen(q, k, o, n, shift, N: tl.constexpr):
+    i = tl.arange(0, 2 * N)
+    base = tl.where(i < N, q, k)  # one pointer block into two tensors
+    out = tl.where(i % 2 == 0, o, o + 2 * N)
+    tl.store(out + i // 2, tl.load(base + i % N + shift, mask=i % N < n, other=-1.0))
+
+
+def test_pointers_into_several_tensors_are_told_apart() -> None:
+    qk, out = torch.randn(2, 40), torch.zeros(48)
+    q, k = qk[0, :8], qk[1, :8]
+    findings = run(_chosen, (1,), q, k, out, 6, 0, N=8, checks=ALL)
+    assert findings == []
+    both = torch.cat([q[:6], torch.full((2,), -1.0), k[:6], torch.full((2,), -1.0)])
+    assert torch.equal(out[:8], both[::2]) and torch.equal(out[16:24], both[1::2])
+    unchecked = torch.zeros(48)
+    run(_chosen, (1,), q, k, unchecked, 6, 0, N=8)
+    assert torch.equal(unchecked, out)
+    (finding,) = run(_chosen, (1,), q, k, out, 6, 4, N=8, checks=ALL)
+    assert finding.kind == "out-of-bounds-load"
+
+
+@triton.jit
 def _descriptor(x, o, rows, B: tl.constexpr):
     source = tl.make_tensor_descriptor(x, [rows, 16], [16, 1], [B, 16])
     target = tl.make_tensor_descriptor(o, [rows, 16], [16, 1], [B, 16])
