@@ -1,4 +1,4 @@
-"""The paged attention kernel: one for any mix of prefill chunks and decodes, whole or cut into splits of the keys.
+"""The attention kernel: one for any mix of prefill chunks and decodes, paged or contiguous, whole or cut into splits.
 
 Requests are found by bisecting query_start_loc, so that the grid depends on shapes alone and needs no host
 synchronisation. Rows of keys are addressed through the block table one by one, in strides known at compile time; every
@@ -30,12 +30,15 @@ def load_kv_tile(
 ):
     """The keys (or values) at positions ``keys[N]`` as [N, BLOCK_D]; with MASKED, zeros outside [first_key, end_key)."""
     dims = tl.arange(0, BLOCK_D)
-    if MASKED:
-        key_mask = (keys >= first_key) & (keys < end_key)
-        blocks = tl.load(block_table_ptr + keys // BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
+    key_mask = (keys >= first_key) & (keys < end_key)
+    if BLOCK_SIZE == 0:
+        rows = keys.to(tl.int64) * STRIDE_SLOT
     else:
-        blocks = tl.load(block_table_ptr + keys // BLOCK_SIZE).to(tl.int64)
-    rows = blocks * STRIDE_BLOCK + keys % BLOCK_SIZE * STRIDE_SLOT
+        if MASKED:
+            blocks = tl.load(block_table_ptr + keys // BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
+        else:
+            blocks = tl.load(block_table_ptr + keys // BLOCK_SIZE).to(tl.int64)
+        rows = blocks * STRIDE_BLOCK + keys % BLOCK_SIZE * STRIDE_SLOT
     pointers = cache_ptr + rows[:, None] + dims[None, :]
     if MASKED:
         mask = key_mask[:, None]
@@ -132,7 +135,7 @@ def paged_attention_kernel(
     q_ptr,
     key_cache_ptr,
     value_cache_ptr,
-    block_table_ptr,
+    block_table_ptr,  # [R, blocks a request]; for contiguous keys, where each request's start in them, [R + 1]
     query_start_loc_ptr,
     seq_lens_ptr,
     num_reqs,
@@ -155,7 +158,7 @@ def paged_attention_kernel(
     HEADS_PER_TILE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,  # 0: keys and values are contiguous, not paged
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -189,7 +192,11 @@ def paged_attention_kernel(
         first_query = (query_block - query_start // BLOCK_Q - request) * BLOCK_Q
         if (first_query >= query_len) | (query_len < shorter_than):
             return
-    seq_len = tl.load(seq_lens_ptr + request)
+    if BLOCK_SIZE == 0:
+        key_start = tl.load(block_table_ptr + request)
+        seq_len = tl.load(block_table_ptr + request + 1) - key_start
+    else:
+        seq_len = tl.load(seq_lens_ptr + request)
     context_len = seq_len - query_len
 
     rows = tl.arange(0, BLOCK_M)
@@ -238,6 +245,9 @@ def paged_attention_kernel(
     key_ptr = key_cache_ptr + kv_head.to(tl.int64) * KEY_STRIDE_HEAD
     value_ptr = value_cache_ptr + kv_head.to(tl.int64) * VALUE_STRIDE_HEAD
     table_ptr = block_table_ptr + request.to(tl.int64) * block_table_stride
+    if BLOCK_SIZE == 0:
+        key_ptr += key_start.to(tl.int64) * KEY_STRIDE_SLOT
+        value_ptr += key_start.to(tl.int64) * VALUE_STRIDE_SLOT
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -355,11 +365,13 @@ def launch_paged_attention(
     num_splits: int = 1,
     by_request: bool = False,
     shorter_than: int = 0,
+    paged: bool = True,
 ) -> None:
     """Launch the kernel with one tile; with splits, ``out`` and ``lse`` are the partial results that it describes.
 
     ``by_request`` computes only requests whose queries fit one tile (``queries_per_tile``); ``shorter_than`` leaves out
-    those with fewer queries.
+    those with fewer queries. Without ``paged`` the caches are ``[1, S, Hkv, D]``, and ``block_table`` says where each request
+    starts in them.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_reqs = seq_lens.shape[0]
@@ -402,7 +414,7 @@ def launch_paged_attention(
         HEADS_PER_TILE=heads_per_tile,
         HEAD_DIM=head_dim,
         BLOCK_D=max(16, next_power_of_2(head_dim)),
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=block_size if paged else 0,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         STAGES=tile.num_stages,
