@@ -258,12 +258,15 @@ class Runtime:
         function = translate(kernel)(self)
         self.files.add(location(kernel)[0])
         names, signature = kernel.arg_names, kernel.signature
+        defaults = {n: p.default for n, p in signature.parameters.items() if p.default is not p.empty}
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if kwargs or len(args) != len(names):
-                bound = signature.bind(*args, **kwargs)
-                bound.apply_defaults()
-                args = tuple(bound.arguments[name] for name in names)
+                given = dict(zip(names, args))
+                values = {**defaults, **given, **kwargs}
+                if len(args) > len(names) or len(values) != len(names) or not given.keys().isdisjoint(kwargs):
+                    signature.bind(*args, **kwargs)  # raises, and says what is wrong
+                args = tuple(values[name] for name in names)
             return function(*args)
 
         return run

@@ -138,6 +138,42 @@ def test_a_float_argument_is_float32_and_promotes_float16() -> None:
     assert torch.equal(out, x.float() * torch.tensor(0.1))  # not rounded to float16 in between
 
 
+@triton.jit
+def _named(a, b, SCALE: tl.constexpr = 2):
+    return a - b * SCALE
+
+
+@triton.jit
+def _calls(o, HOW: tl.constexpr):
+    if HOW == "names":
+        tl.store(o, _named(b=1.0, a=5.0))
+    elif HOW == "mixed":
+        tl.store(o, _named(5.0, SCALE=3, b=1.0))
+    elif HOW == "missing":
+        tl.store(o, _named(5.0))
+    elif HOW == "twice":
+        tl.store(o, _named(5.0, 1.0, a=2.0))
+    elif HOW == "unknown":
+        tl.store(o, _named(5.0, 1.0, C=2))
+    else:
+        tl.store(o, _named(5.0, 1.0, 4, 4))
+
+
+def test_calls_by_position_and_name() -> None:
+    out = torch.zeros(1)
+    for how, expected in {"names": 3.0, "mixed": 2.0}.items():
+        run(_calls, (1,), out, HOW=how)
+        assert out.item() == expected
+    for how, message in {
+        "missing": "missing",
+        "twice": "multiple values",
+        "unknown": "unexpected",
+        "many": "too many",
+    }.items():
+        with pytest.raises(KernelError, match=f"TypeError.*{message}"):
+            run(_calls, (1,), out, HOW=how)
+
+
 def test_static_assert() -> None:
     out = torch.zeros(1)
     run(_static_failure, (1,), out, N=6)
