@@ -7,6 +7,8 @@ through :func:`measured` or :func:`machine`, whose lines are not compared; every
 from __future__ import annotations
 
 import math
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,6 +135,36 @@ def choose_model(model: str) -> str:
     return str(path)
 
 
+def run_in_place(path: Path, timeout: int = 600) -> float:
+    """Execute a notebook from top to bottom and store it with its outputs and nothing else; returns the seconds it took.
+
+    Raises nbclient's CellExecutionError if a cell fails; the file is left as it was then.
+    """
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    start = time.perf_counter()
+    folder = {"metadata": {"path": str(path.resolve().parent)}}
+    NotebookClient(notebook, timeout=timeout, kernel_name="python3", resources=folder, record_timing=False).execute()
+    seconds = time.perf_counter() - start
+    for cell in notebook.cells:
+        cell.metadata = {key: value for key, value in cell.metadata.items() if key == "tags"}
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook.metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    nbformat.write(notebook, path)
+    return seconds
+
+
+def main() -> None:
+    """``python -m llmlab.nb nbs/13_roofline.ipynb …``: what to do with a notebook before it is committed."""
+    for name in sys.argv[1:]:
+        print(f"{name}: {run_in_place(Path(name)):.1f} s")
+
+
 def _device(device: str) -> str:
     import torch
 
@@ -142,3 +174,7 @@ def _device(device: str) -> str:
 def _marked(mark: str, parts: tuple[Any, ...]) -> None:
     for line in " ".join(str(part) for part in parts).splitlines():
         print(f"[{mark}] {line}")
+
+
+if __name__ == "__main__":
+    main()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import nbformat
 import numpy as np
 import pandas as pd
 import pytest
+from nbclient.exceptions import CellExecutionError
 
 from llmlab import hub, nb
 
@@ -94,3 +96,31 @@ def test_any_other_model_must_be_there(tmp_path: Path, capsys: pytest.CaptureFix
     assert lines(capsys) == ["[machine] model: mine"]
     with pytest.raises(ValueError, match="nonsense"):
         nb.choose_model("nonsense model")
+
+
+def notebook_at(path: Path, *sources: str) -> Path:
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    cells[0].metadata = {"tags": ["parameters"], "execution": {"iopub.status.busy": "then"}}
+    cells[0].outputs = [nbformat.v4.new_output("stream", text="old")]
+    cells[0].execution_count = 7
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"widgets": {}}), path)
+    return path
+
+
+def test_a_notebook_is_run_and_stored_clean(tmp_path: Path) -> None:
+    path = notebook_at(tmp_path / "a.ipynb", "x: int = 2", "from pathlib import Path\nprint(x + 1, Path.cwd().name)")
+    assert nb.run_in_place(path) > 0
+    stored = nbformat.read(path, as_version=4)
+    assert [cell.execution_count for cell in stored.cells] == [1, 2]
+    assert [cell.metadata for cell in stored.cells] == [{"tags": ["parameters"]}, {}]
+    assert stored.cells[0].outputs == []
+    assert stored.cells[1].outputs[0].text == f"3 {tmp_path.name}\n"
+    assert set(stored.metadata) == {"kernelspec", "language_info"}
+
+
+def test_a_failing_notebook_is_left_as_it_was(tmp_path: Path) -> None:
+    path = notebook_at(tmp_path / "a.ipynb", "x: int = 2", "1 / 0")
+    before = path.read_bytes()
+    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
+        nb.run_in_place(path)
+    assert path.read_bytes() == before

@@ -30,7 +30,7 @@ from llmlab.measure.cost import (
     total,
 )
 from llmlab.measure.datasheets import Roof
-from llmlab.measure.timer import Measurement, measure
+from llmlab.measure.timer import measure_in_turns
 from llmlab.ops.registry import record_ops
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from llmlab.engine.llm import LLM
     from llmlab.measure.hardware import Ceilings
     from llmlab.model.llama import LlamaForCausalLM
+    from llmlab.ops.ledger import Ledger
 
 
 class StepDriver:
@@ -117,12 +118,17 @@ def record_steps(run: Callable[[], Any], steps: int, prepare: Callable[[], Any] 
 
     Raises ValueError if two steps did not run the same ops.
     """
-    frames = []
+    ledgers = []
     for _ in range(steps):
         prepare()
         with record_ops(check=False) as ledger:
             run()
-        frames.append(ledger.costs())
+        ledgers.append(ledger)
+    return _join(ledgers)
+
+
+def _join(ledgers: Sequence[Ledger]) -> Recording:
+    frames = [ledger.costs() for ledger in ledgers]
     names = ["layer", "stage", "op"]
     first = frames[0]
     for frame in frames[1:]:
@@ -134,7 +140,7 @@ def record_steps(run: Callable[[], Any], steps: int, prepare: Callable[[], Any] 
         table[column] = np.median([frame[column] for frame in frames], axis=0)
     seconds = np.array([frame["seconds"] for frame in frames])
     table["low"], table["seconds"], table["high"] = np.percentile(seconds, (10, 50, 90), axis=0)
-    return Recording(table, steps)
+    return Recording(table, len(frames))
 
 
 def record_prefill(llm: LLM, length: int, steps: int = 5, seed: int = 0) -> Recording:
@@ -232,10 +238,10 @@ def roof_for(ceilings: Ceilings, dtype: torch.dtype, nbytes: int) -> Roof:
 
 
 def sweep_prefill(
-    driver: StepDriver, ceilings: Ceilings, lengths: Sequence[int], *, max_seconds: float = 1.0, record: int = 0
+    driver: StepDriver, ceilings: Ceilings, lengths: Sequence[int], *, max_seconds: float = 1.0
 ) -> pd.DataFrame:
     """Whole prompts of several lengths, one at a time. Columns as :func:`sweep_decode`."""
-    return _sweep(driver, ceilings, [(1, length, length) for length in lengths], max_seconds, record)
+    return _sweep(driver, ceilings, [(1, length, length) for length in lengths], max_seconds)
 
 
 def sweep_decode(
@@ -245,17 +251,16 @@ def sweep_decode(
     contexts: Sequence[int],
     *,
     max_seconds: float = 1.0,
-    record: int = 0,
 ) -> pd.DataFrame:
     """One token each for several batch sizes at several contexts; combinations that the driver's cache can't hold are left out.
 
     One row a shape: num_reqs, query_len, context, flops, bytes, seconds (median, ``low``, ``high``), least_seconds (sum of
-    the ops' bounds), tokens_per_s, mfu, mbu, level (the memory whose roof was used). With ``record``, up to so many further
-    steps are recorded op by op, which adds seconds, FLOPs and bytes of "linear", "attention" and "other" ops and
-    ``outside_s``, the time that was spent in no op.
+    the ops' bounds), tokens_per_s, mfu, mbu, level (the memory whose roof was used). Steps are clocked whole and op by op in
+    turns: the latter give seconds, FLOPs and bytes of "linear", "attention" and "other" ops, and ``outside_seconds``, the
+    time of a whole step that was spent in no op.
     """
     shapes = [(b, 1, context) for context in contexts for b in batches if _fits(driver, b, context)]
-    return _sweep(driver, ceilings, shapes, max_seconds, record)
+    return _sweep(driver, ceilings, shapes, max_seconds)
 
 
 def _fits(driver: StepDriver, num_reqs: int, context: int) -> bool:
@@ -264,11 +269,11 @@ def _fits(driver: StepDriver, num_reqs: int, context: int) -> bool:
 
 
 def _sweep(
-    driver: StepDriver, ceilings: Ceilings, shapes: Sequence[tuple[int, int, int]], max_seconds: float, record: int
+    driver: StepDriver, ceilings: Ceilings, shapes: Sequence[tuple[int, int, int]], max_seconds: float
 ) -> pd.DataFrame:
     import pandas as pd
 
-    return pd.DataFrame([_one_shape(driver, ceilings, *shape, max_seconds, record) for shape in shapes])
+    return pd.DataFrame([_one_shape(driver, ceilings, *shape, max_seconds) for shape in shapes])
 
 
 def _one_shape(
@@ -278,20 +283,30 @@ def _one_shape(
     query_len: int,
     context: int,
     max_seconds: float,
-    record: int,
 ) -> dict[str, Any]:
     config, dtype = driver.model.config, driver.dtype
     paper = prefill_costs if query_len == context else decode_costs
     costs = paper(config, num_reqs, context, dtype=dtype, block_size=driver.block_size)
     batch = driver.batch([query_len] * num_reqs, [context] * num_reqs)
-    measured: Measurement = measure(
-        driver.run, inputs=[(batch,)], device=driver.model.ops.device, warmup=1, repeats=15, max_seconds=max_seconds
-    )
+    ledgers: list[Ledger] = []
+
+    def recorded() -> None:
+        with record_ops(check=False) as ledger:
+            driver.run(batch)
+        ledgers.append(ledger)
+
+    measured = measure_in_turns(
+        {"whole": lambda: driver.run(batch), "by op": recorded},
+        device=driver.model.ops.device,
+        warmup=1,
+        repeats=15,
+        max_seconds=max_seconds,
+    )["whole"]
     nbytes = working_set(driver.model, num_reqs * context, dtype)
     roof = roof_for(ceilings, dtype, nbytes)
     flops, moved = total(costs)
     mfu, mbu = utilisation(flops, moved, measured.median, roof)
-    row = {
+    return {
         "num_reqs": num_reqs,
         "query_len": query_len,
         "context": context,
@@ -306,11 +321,8 @@ def _one_shape(
         "mfu": mfu,
         "mbu": mbu,
         "level": ceilings.level_holding(nbytes),
+        **_by_kind(_join(ledgers[1:]), measured.median),  # without the warm-up
     }
-    if record:
-        steps = min(record, max(1, round(max_seconds / measured.median)))
-        row |= _by_kind(record_steps(lambda: driver.run(batch), steps), measured.median)
-    return row
 
 
 def _by_kind(recording: Recording, step_seconds: float) -> dict[str, float]:
@@ -321,7 +333,7 @@ def _by_kind(recording: Recording, step_seconds: float) -> dict[str, float]:
         for name in ("linear", "attention", "other")
         for column in ("seconds", "flops", "bytes")
     }
-    return row | {"outside_s": step_seconds - float(sums["seconds"].sum())}
+    return row | {"outside_seconds": step_seconds - float(sums["seconds"].sum())}
 
 
 def _endless(llm: LLM) -> Any:

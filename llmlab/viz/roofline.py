@@ -112,7 +112,7 @@ def trail_figure(trails: pd.DataFrame, roof: Roof, title: str) -> Figure:
         axis.set_xlim(low, high)
         axis.set_ylim(trails["flops_per_s"].min() / 4, roof.flops * 2.5)
         axis.set_title(phase)
-        axis.legend(loc="lower right")
+        axis.legend(loc="upper left")  # above the roof, where no point can be
     axes[-1].set_ylabel("")
     fig.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
     return fig
@@ -131,6 +131,7 @@ def breakdown_figure(points: pd.DataFrame, title: str) -> Figure:
     axes = fig.subplots(len(phases), 1, squeeze=False)[:, 0]
     for axis, phase in zip(axes, phases, strict=True):
         of_phase = points[points["phase"] == phase]
+        longest = 0.0
         for height, column in ((1, "seconds"), (0, "least_seconds")):
             left = 0.0
             for row in of_phase.itertuples():
@@ -146,9 +147,10 @@ def breakdown_figure(points: pd.DataFrame, title: str) -> Figure:
                     linewidth=0.8,
                 )
                 left += width
-            axis.text(left, height, f"  {left:.3g} ms", va="center", fontsize=9, color=INK)
+            longest = max(longest, left)
+            axis.text(left, height, f"  {left:,.{0 if left >= 100 else 1}f} ms", va="center", fontsize=9, color=INK)
         axis.set_yticks([1, 0], ["measured", "allowed by the roof"])
-        axis.set_xlim(0, 1.14 * of_phase["seconds"].sum() * 1e3)
+        axis.set_xlim(0, 1.14 * longest)
         axis.grid(axis="y", visible=False)
         axis.set_title(phase, fontsize=10)
     axes[-1].set_xlabel("time of one step (ms)")

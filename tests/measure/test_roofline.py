@@ -145,7 +145,7 @@ def test_utilisation_is_share_of_peak() -> None:
 
 
 def test_a_sweep_has_a_row_for_every_shape_that_fits(driver: StepDriver) -> None:
-    table = sweep_decode(driver, MEASURED, [1, 4, 8], [16, 40, 200], max_seconds=0.01, record=3)
+    table = sweep_decode(driver, MEASURED, [1, 4, 8], [16, 40, 200], max_seconds=0.01)
     shapes = list(zip(table["num_reqs"], table["context"], strict=True))
     assert shapes == [(1, 16), (4, 16), (8, 16), (1, 40), (4, 40)]  # 8·40 and 200 are more than cache or model hold
     for row in table.itertuples():
@@ -159,6 +159,8 @@ def test_a_sweep_has_a_row_for_every_shape_that_fits(driver: StepDriver) -> None
         assert row.mbu == pytest.approx(row.bytes / row.seconds / roof.bandwidth)
         assert row.tokens_per_s == pytest.approx(row.num_reqs / row.seconds)
         assert row.repeats >= 3
+        in_ops = row.linear_seconds + row.attention_seconds + row.other_seconds
+        assert row.outside_seconds == pytest.approx(row.seconds - in_ops)
 
 
 def test_a_prefill_sweep_computes_whole_prompts(driver: StepDriver) -> None:
