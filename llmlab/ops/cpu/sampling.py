@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
 from torch import Tensor
 
 from llmlab.ops import sampling as reference
+from llmlab.ops.cpu.parallel import Kernel, arg, kernel, take
 
 _CHUNK = 512
 _WORD = np.uint64(0xFFFFFFFF)
@@ -30,13 +34,43 @@ _TOP_P_SHARE = 1.0 - reference.TOP_P_SLACK
 _BIN_SHIFT, _NUM_BINS = 20, 1025  # sixteen bins for each halving of the probability, 64 halvings, and the rest
 _NEG_INF = np.float32(-np.inf)
 _LARGEST_N = 256  # above it, sorting the row beats inserting into a sorted list
-_SERIAL_BELOW = 1 << 15  # elements for which waking the other threads costs more than it saves
+_SERIAL_BELOW = 1 << 15  # elements; below, one core is done before another is awake
 
 # Loops below run from 0 over slices, never over [start, stop): only then does numba know that no index is negative, and
 # LLVM vectorises them.
 
 
-@njit(cache=True, nogil=True)
+@intrinsic
+def _pointer(typingctx: Any, address: Any) -> Any:
+    def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return b.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), codegen
+
+
+@njit(inline="always")
+def _matrix(address, rows, columns, dtype):
+    return carray(_pointer(address), (rows, columns), dtype)
+
+
+@njit(inline="always")
+def _vector(address, length, dtype):
+    return carray(_pointer(address), (length,), dtype)
+
+
+@njit(inline="always")
+def _num_chunks(vocab_size):
+    return (vocab_size + _CHUNK - 1) // _CHUNK
+
+
+def _run(one: Kernel, logits: Tensor, *rest: Tensor | int) -> None:
+    """Over the rows of contiguous float32 logits: their address and shape come first, then other tensors and integers."""
+    rows, vocab_size = logits.shape
+    run = one.serial if rows == 1 or logits.numel() < _SERIAL_BELOW else one.parallel
+    run(logits.data_ptr(), rows, vocab_size, *(x.data_ptr() if isinstance(x, Tensor) else x for x in rest))
+
+
+@njit
 def _extremes(bits):
     """Signed and unsigned maximum of the bits of float32 numbers, as integers: maxima of floats do not vectorise."""
     signed, unsigned = np.int32(-(2**31)), np.uint32(0)
@@ -46,7 +80,7 @@ def _extremes(bits):
     return signed, unsigned
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _least(bits):
     least = np.int32(2**31 - 1)
     for i in range(bits.shape[0]):
@@ -54,7 +88,7 @@ def _least(bits):
     return least
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _maximum(bits):
     """(bits of the largest of these float32 numbers, whether none is a NaN or +inf).
 
@@ -65,7 +99,7 @@ def _maximum(bits):
     return (signed if signed >= 0 else _least(bits)), finite
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _first(x, value):
     """Index of the first element equal to ``value``, as floats (so −0.0 and 0.0 are one)."""
     for i in range(x.shape[0]):
@@ -74,7 +108,7 @@ def _first(x, value):
     return -1
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _row_argmax(x, bits, tops):
     """Index of the first largest element, −1 if the maximum is not finite; ``tops`` gets each chunk's maximum."""
     tops_bits = tops.view(np.int32)
@@ -91,28 +125,31 @@ def _row_argmax(x, bits, tops):
     return best_chunk * _CHUNK + _first(x[best_chunk * _CHUNK : (best_chunk + 1) * _CHUNK], best)
 
 
-@njit(cache=True, nogil=True)
-def _argmax_rows(start, stop, x, bits, out):
-    tops = np.empty((x.shape[1] + _CHUNK - 1) // _CHUNK, np.float32)
-    for r in range(start, stop):
-        out[r] = _row_argmax(x[r], bits[r], tops)
+@kernel("qqqq")
+def _argmax() -> Callable[[int], None]:
+    def body(p: int) -> None:
+        rows, vocab_size = arg(p, 1), arg(p, 2)
+        x, bits = _matrix(arg(p, 0), rows, vocab_size, np.float32), _matrix(arg(p, 0), rows, vocab_size, np.int32)
+        out = _vector(arg(p, 3), rows, np.int64)
+        tops = np.empty(_num_chunks(vocab_size), np.float32)
+        while True:
+            r = take(p, 1)
+            if r >= rows:
+                break
+            out[r] = _row_argmax(x[r], bits[r], tops)
 
-
-@njit(cache=True, nogil=True, parallel=True)
-def _argmax_rows_parallel(x, bits, out):
-    for r in prange(x.shape[0]):
-        _argmax_rows(r, r + 1, x, bits, out)
+    return body
 
 
 def greedy_argmax(logits: Tensor) -> Tensor:
     if logits.dtype != torch.float32:
         return reference.greedy_argmax.reference(logits)
-    x, out = _numpy(logits), np.empty(logits.shape[0], np.int64)
-    _over_rows(_argmax_rows, _argmax_rows_parallel, x, x.view(np.int32), out)
-    return torch.from_numpy(out)
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
+    _run(_argmax(), logits.contiguous(), out)
+    return out
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _philox(seed, position, first_block, w0, w1, w2, w3):
     """Fill four arrays with Philox's words 0…3 for the blocks from ``first_block`` on."""
     for j in range(w0.shape[0]):
@@ -126,7 +163,7 @@ def _philox(seed, position, first_block, w0, w1, w2, w3):
         w0[j], w1[j], w2[j], w3[j] = c0, c1, c2, c3
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _gumbel(word):
     """−log of the Exp(1) noise that a word stands for, float32."""
     u = min(np.float32(word) * np.float32(2.0**-32) + np.float32(2.0**-33), _LARGEST_UNIFORM)
@@ -136,7 +173,7 @@ def _gumbel(word):
     return -math.log(-math.log(np.float32(1.0) - u))
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _race(x, temperature, seed, position, words, tops, best_id):
     """The winner of one row's race, whose largest logit stands at ``best_id``.
 
@@ -169,38 +206,43 @@ def _race(x, temperature, seed, position, words, tops, best_id):
     return best_id
 
 
-@njit(cache=True, nogil=True)
-def _gumbel_rows(start, stop, x, bits, temperatures, seeds, positions, out):
-    words = np.empty((4, _CHUNK // 4), np.uint64)
-    tops = np.empty((x.shape[1] + _CHUNK - 1) // _CHUNK, np.float32)
-    for r in range(start, stop):
-        winner = _row_argmax(x[r], bits[r], tops)
-        if winner >= 0 and temperatures[r] != 0:
-            winner = _race(x[r], temperatures[r], np.uint64(seeds[r]), np.uint64(positions[r]), words, tops, winner)
-        out[r] = winner
+@kernel("qqqqqqq")
+def _gumbel_argmax() -> Callable[[int], None]:
+    def body(p: int) -> None:
+        rows, vocab_size = arg(p, 1), arg(p, 2)
+        x, bits = _matrix(arg(p, 0), rows, vocab_size, np.float32), _matrix(arg(p, 0), rows, vocab_size, np.int32)
+        temperatures = _vector(arg(p, 3), rows, np.float32)
+        seeds, positions = _vector(arg(p, 4), rows, np.uint64), _vector(arg(p, 5), rows, np.uint64)
+        out = _vector(arg(p, 6), rows, np.int64)
+        words = np.empty((4, _CHUNK // 4), np.uint64)
+        tops = np.empty(_num_chunks(vocab_size), np.float32)
+        while True:
+            r = take(p, 1)
+            if r >= rows:
+                break
+            winner = _row_argmax(x[r], bits[r], tops)
+            if winner >= 0 and temperatures[r] != 0:
+                winner = _race(x[r], temperatures[r], seeds[r], positions[r], words, tops, winner)
+            out[r] = winner
 
-
-@njit(cache=True, nogil=True, parallel=True)
-def _gumbel_rows_parallel(x, bits, temperatures, seeds, positions, out):
-    for r in prange(x.shape[0]):
-        _gumbel_rows(r, r + 1, x, bits, temperatures, seeds, positions, out)
+    return body
 
 
 def gumbel_argmax(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    x, out = _numpy(logits.float()), np.empty(logits.shape[0], np.int64)
-    rows = (temperatures.numpy(), seeds.numpy(), positions.numpy())
-    _over_rows(_gumbel_rows, _gumbel_rows_parallel, x, x.view(np.int32), *rows, out)
-    return torch.from_numpy(out)
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
+    rows = (temperatures.float().contiguous(), seeds.long().contiguous(), positions.long().contiguous())
+    _run(_gumbel_argmax(), logits.float().contiguous(), *rows, out)
+    return out
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _fixed_point(x, highest, fixed):
     """``(highest − x)·log2 e`` with 24 fractional bits, at most 2^30."""
     for i in range(x.shape[0]):
         fixed[i] = np.int32(min((highest - x[i]) * _LOG2_E, np.float32(64.0)) * np.float32(2.0**24))
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _weight(fixed):
     """``2^-fixed`` in units of 2^-40: one element of the reference's ``softmax_weights``."""
     f = np.uint64((fixed & np.int32(0xFFFFFF)) << np.int32(8)) & _WORD
@@ -213,7 +255,7 @@ def _weight(fixed):
     return (power << _WEIGHT_SHIFT) >> np.uint64(min(fixed >> np.int32(24), np.int32(63)))
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _total(fixed):
     mass = np.uint64(0)
     for i in range(fixed.shape[0]):
@@ -221,7 +263,7 @@ def _total(fixed):
     return mass
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _order_key(bits):
     """An integer that orders as the float32 with these bits does, −0.0 and 0.0 alike."""
     if bits >= 0:
@@ -229,7 +271,7 @@ def _order_key(bits):
     return -np.int64(bits & np.int32(0x7FFFFFFF))
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _bin_members(x, bits, fixed, b, floor, keys, ids, weights):
     """Order keys, ids and weights of the elements of one bin that are not below ``floor``; how many there are."""
     n = 0
@@ -240,7 +282,7 @@ def _bin_members(x, bits, fixed, b, floor, keys, ids, weights):
     return n
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _last_needed(keys, weights, before, target):
     """The largest key that reaches the target: by bisection, ``before`` + the weights of this key and all above ≥ target."""
     low, high = keys.min(), keys.max()
@@ -257,7 +299,7 @@ def _last_needed(keys, weights, before, target):
     return low
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _kth_largest(x, bits, fixed, k, keys, ids, weights):
     """The k-th largest element: its bin by counting, then a bisection within the bin."""
     counts = np.zeros(_NUM_BINS, np.int64)
@@ -276,7 +318,7 @@ def _kth_largest(x, bits, fixed, k, keys, ids, weights):
     return _NEG_INF
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _nucleus_end(x, bits, fixed, floor, top_p, keys, ids, weights):
     """(logit, id) of the last token, by (logit descending, id ascending), that top-p keeps among those not below ``floor``."""
     masses = np.zeros(_NUM_BINS, np.uint64)
@@ -304,77 +346,83 @@ def _nucleus_end(x, bits, fixed, floor, top_p, keys, ids, weights):
     return x[last], last
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _keep(x, value, last_id, out):
     """Copy what comes no later than (value, last_id); −inf for the rest."""
     for i in range(x.shape[0]):
         out[i] = x[i] if x[i] > value or (x[i] == value and i <= last_id) else _NEG_INF
 
 
-@njit(cache=True, nogil=True)
-def _top_k_top_p_rows(start, stop, x, bits, top_k, top_p, out):
-    vocab_size = x.shape[1]
-    tops = np.empty((vocab_size + _CHUNK - 1) // _CHUNK, np.float32)
-    fixed = np.empty(vocab_size, np.int32)
-    members = np.empty(vocab_size, np.int64), np.empty(vocab_size, np.int64), np.empty(vocab_size, np.uint64)
-    for r in range(start, stop):
-        best = _row_argmax(x[r], bits[r], tops)
-        by_k, by_p = 0 < top_k[r] < vocab_size, top_p[r] < 1.0
-        if best < 0 or not (by_k or by_p):
-            out[r] = x[r]
-            continue
-        _fixed_point(x[r], x[r, best], fixed)
-        value, last_id = _NEG_INF, vocab_size
-        if by_k:
-            value = _kth_largest(x[r], bits[r], fixed, top_k[r], *members)
-        if by_p:
-            value, last_id = _nucleus_end(x[r], bits[r], fixed, value, top_p[r], *members)
-        _keep(x[r], value, last_id, out[r])
+@kernel("qqqqqq")
+def _top_k_top_p() -> Callable[[int], None]:
+    def body(p: int) -> None:
+        rows, vocab_size = arg(p, 1), arg(p, 2)
+        x, bits = _matrix(arg(p, 0), rows, vocab_size, np.float32), _matrix(arg(p, 0), rows, vocab_size, np.int32)
+        top_k, top_p = _vector(arg(p, 3), rows, np.int64), _vector(arg(p, 4), rows, np.float32)
+        out = _matrix(arg(p, 5), rows, vocab_size, np.float32)
+        tops = np.empty(_num_chunks(vocab_size), np.float32)
+        fixed = np.empty(vocab_size, np.int32)
+        keys, ids = np.empty(vocab_size, np.int64), np.empty(vocab_size, np.int64)
+        weights = np.empty(vocab_size, np.uint64)
+        while True:
+            r = take(p, 1)
+            if r >= rows:
+                break
+            best = _row_argmax(x[r], bits[r], tops)
+            by_k, by_p = 0 < top_k[r] < vocab_size, top_p[r] < 1.0
+            if best < 0 or not (by_k or by_p):
+                out[r] = x[r]
+                continue
+            _fixed_point(x[r], x[r, best], fixed)
+            value, last_id = _NEG_INF, vocab_size
+            if by_k:
+                value = _kth_largest(x[r], bits[r], fixed, top_k[r], keys, ids, weights)
+            if by_p:
+                value, last_id = _nucleus_end(x[r], bits[r], fixed, value, top_p[r], keys, ids, weights)
+            _keep(x[r], value, last_id, out[r])
 
-
-@njit(cache=True, nogil=True, parallel=True)
-def _top_k_top_p_rows_parallel(x, bits, top_k, top_p, out):
-    for r in prange(x.shape[0]):
-        _top_k_top_p_rows(r, r + 1, x, bits, top_k, top_p, out)
+    return body
 
 
 def apply_top_k_top_p(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    x, out = _numpy(logits), torch.empty(logits.shape, dtype=torch.float32)
-    rows = (top_k.numpy(), top_p.numpy())
-    _over_rows(_top_k_top_p_rows, _top_k_top_p_rows_parallel, x, x.view(np.int32), *rows, out.numpy())
+    out = torch.empty(logits.shape, dtype=torch.float32)
+    _run(_top_k_top_p(), logits.float().contiguous(), top_k.long().contiguous(), top_p.float().contiguous(), out)
     return out
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _keep_above(x, highest, log_ratio, out):
     for i in range(x.shape[0]):
         out[i] = _NEG_INF if x[i] - highest < log_ratio else x[i]
 
 
-@njit(cache=True, nogil=True)
-def _min_p_rows(start, stop, x, bits, log_min_p, out):
-    tops = np.empty((x.shape[1] + _CHUNK - 1) // _CHUNK, np.float32)
-    for r in range(start, stop):
-        best = _row_argmax(x[r], bits[r], tops)
-        if best < 0:
-            out[r] = x[r]
-        else:
-            _keep_above(x[r], x[r, best], log_min_p[r], out[r])
+@kernel("qqqqq")
+def _min_p() -> Callable[[int], None]:
+    def body(p: int) -> None:
+        rows, vocab_size = arg(p, 1), arg(p, 2)
+        x, bits = _matrix(arg(p, 0), rows, vocab_size, np.float32), _matrix(arg(p, 0), rows, vocab_size, np.int32)
+        log_min_p, out = _vector(arg(p, 3), rows, np.float32), _matrix(arg(p, 4), rows, vocab_size, np.float32)
+        tops = np.empty(_num_chunks(vocab_size), np.float32)
+        while True:
+            r = take(p, 1)
+            if r >= rows:
+                break
+            best = _row_argmax(x[r], bits[r], tops)
+            if best < 0:
+                out[r] = x[r]
+            else:
+                _keep_above(x[r], x[r, best], log_min_p[r], out[r])
 
-
-@njit(cache=True, nogil=True, parallel=True)
-def _min_p_rows_parallel(x, bits, log_min_p, out):
-    for r in prange(x.shape[0]):
-        _min_p_rows(r, r + 1, x, bits, log_min_p, out)
+    return body
 
 
 def apply_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
-    x, out = _numpy(logits), torch.empty(logits.shape, dtype=torch.float32)
-    _over_rows(_min_p_rows, _min_p_rows_parallel, x, x.view(np.int32), torch.log(min_p).numpy(), out.numpy())
+    out = torch.empty(logits.shape, dtype=torch.float32)
+    _run(_min_p(), logits.float().contiguous(), torch.log(min_p.float()).contiguous(), out)
     return out
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _count_at_least(x, value):
     count = 0
     for i in range(x.shape[0]):
@@ -382,7 +430,7 @@ def _count_at_least(x, value):
     return count
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _top_n(x, tops, values, ids):
     """Fill ``values`` and ``ids`` with the largest elements, by (value descending, id ascending)."""
     n = values.shape[0]
@@ -402,51 +450,45 @@ def _top_n(x, tops, values, ids):
                 found = min(found + 1, n)
 
 
-@njit(cache=True, nogil=True)
-def _top_n_rows(start, stop, x, bits, token_ids, logprobs, ids, ranks):
-    vocab_size, n = x.shape[1], ids.shape[1] - 1
-    tops = np.empty((vocab_size + _CHUNK - 1) // _CHUNK, np.float32)
-    fixed = np.empty(vocab_size, np.int32)
-    values = np.empty(n + 1, np.float32)
-    for r in range(start, stop):
-        best = _row_argmax(x[r], bits[r], tops)
-        if best < 0:
-            logprobs[r], ids[r], ranks[r] = np.nan, token_ids[r], vocab_size
-            continue
-        _fixed_point(x[r], x[r, best], fixed)
-        log_mass = math.log(np.float64(_total(fixed)) * _UNIT)
-        values[0], ids[r, 0] = x[r, token_ids[r]], token_ids[r]
-        ranks[r, 0] = _count_at_least(x[r], values[0])
-        if n > 0:
-            _top_n(x[r], tops, values[1:], ids[r, 1:])
-            ranks[r, n] = _count_at_least(x[r], values[n])
-            for j in range(n - 1, 0, -1):
-                ranks[r, j] = ranks[r, j + 1] if values[j] == values[j + 1] else j
-        for j in range(n + 1):
-            logprobs[r, j] = np.float64(values[j] - x[r, best]) - log_mass
+@kernel("qqqqqqqq")
+def _top_n_logprobs() -> Callable[[int], None]:
+    def body(p: int) -> None:
+        rows, vocab_size, n = arg(p, 1), arg(p, 2), arg(p, 4)
+        x, bits = _matrix(arg(p, 0), rows, vocab_size, np.float32), _matrix(arg(p, 0), rows, vocab_size, np.int32)
+        token_ids, logprobs = _vector(arg(p, 3), rows, np.int64), _matrix(arg(p, 5), rows, n + 1, np.float32)
+        ids, ranks = _matrix(arg(p, 6), rows, n + 1, np.int64), _matrix(arg(p, 7), rows, n + 1, np.int64)
+        tops = np.empty(_num_chunks(vocab_size), np.float32)
+        fixed = np.empty(vocab_size, np.int32)
+        values = np.empty(n + 1, np.float32)
+        while True:
+            r = take(p, 1)
+            if r >= rows:
+                break
+            best = _row_argmax(x[r], bits[r], tops)
+            ids[r, 0] = token_ids[r]
+            if best < 0:
+                logprobs[r], ids[r], ranks[r] = np.nan, token_ids[r], vocab_size
+                continue
+            _fixed_point(x[r], x[r, best], fixed)
+            log_mass = math.log(np.float64(_total(fixed)) * _UNIT)
+            values[0] = x[r, token_ids[r]]
+            ranks[r, 0] = _count_at_least(x[r], values[0])
+            if n > 0:
+                _top_n(x[r], tops, values[1:], ids[r, 1:])
+                ranks[r, n] = _count_at_least(x[r], values[n])
+                for j in range(n - 1, 0, -1):
+                    ranks[r, j] = ranks[r, j + 1] if values[j] == values[j + 1] else j
+            for j in range(n + 1):
+                logprobs[r, j] = np.float64(values[j] - x[r, best]) - log_mass
 
-
-@njit(cache=True, nogil=True, parallel=True)
-def _top_n_rows_parallel(x, bits, token_ids, logprobs, ids, ranks):
-    for r in prange(x.shape[0]):
-        _top_n_rows(r, r + 1, x, bits, token_ids, logprobs, ids, ranks)
+    return body
 
 
 def top_n_logprobs(logits: Tensor, token_ids: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     if n > _LARGEST_N:
         return reference.top_n_logprobs.reference(logits, token_ids, n)
-    x, shape = _numpy(logits), (logits.shape[0], n + 1)
-    logprobs, ids, ranks = np.empty(shape, np.float32), np.empty(shape, np.int64), np.empty(shape, np.int64)
-    _over_rows(_top_n_rows, _top_n_rows_parallel, x, x.view(np.int32), token_ids.numpy(), logprobs, ids, ranks)
-    return torch.from_numpy(logprobs), torch.from_numpy(ids), torch.from_numpy(ranks)
-
-
-def _numpy(x: Tensor) -> np.ndarray:
-    return x.contiguous().numpy()
-
-
-def _over_rows(serial: Callable[..., None], parallel: Callable[..., None], x: np.ndarray, *args: np.ndarray) -> None:
-    if x.shape[0] == 1 or x.size < _SERIAL_BELOW:
-        serial(0, x.shape[0], x, *args)
-    else:
-        parallel(x, *args)
+    shape = (logits.shape[0], n + 1)
+    logprobs = torch.empty(shape, dtype=torch.float32)
+    ids, ranks = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
+    _run(_top_n_logprobs(), logits.float().contiguous(), token_ids.long().contiguous(), n, logprobs, ids, ranks)
+    return logprobs, ids, ranks
