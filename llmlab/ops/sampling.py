@@ -116,7 +116,7 @@ def _apply_penalties_cost(
     return copied + Cost(5 * rows.numel(), 3 * repetition_penalties.numel() * repetition_penalties.element_size())
 
 
-@op(cost=_apply_penalties_cost, has_kernel=False)
+@op(cost=_apply_penalties_cost)
 def apply_penalties(
     logits: Float[Tensor, "num_reqs vocab_size"],
     rows: Int[Tensor, "num_cells"],
@@ -144,7 +144,7 @@ def _apply_temperature_cost(logits: Tensor, temperatures: Tensor) -> Cost:
     return _rows_cost(logits, 1, 2, temperatures)
 
 
-@op(cost=_apply_temperature_cost, has_kernel=False)
+@op(cost=_apply_temperature_cost)
 def apply_temperature(
     logits: Float[Tensor, "num_reqs vocab_size"], temperatures: Float[Tensor, "num_reqs"]
 ) -> Float[Tensor, "num_reqs vocab_size"]:
@@ -156,7 +156,7 @@ def _apply_min_p_cost(logits: Tensor, min_p: Tensor) -> Cost:
     return _rows_cost(logits, 2, 2, min_p)
 
 
-@op(cost=_apply_min_p_cost, has_kernel=False)
+@op(cost=_apply_min_p_cost)
 def apply_min_p(
     logits: Float[Tensor, "num_reqs vocab_size"], min_p: Float[Tensor, "num_reqs"]
 ) -> Float[Tensor, "num_reqs vocab_size"]:
@@ -173,7 +173,7 @@ def _apply_top_k_top_p_cost(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Cos
     return _rows_cost(logits, 22, 2, top_k, top_p)
 
 
-@op(cost=_apply_top_k_top_p_cost, has_kernel=False)
+@op(cost=_apply_top_k_top_p_cost)
 def apply_top_k_top_p(
     logits: Float[Tensor, "num_reqs vocab_size"], top_k: Int[Tensor, "num_reqs"], top_p: Float[Tensor, "num_reqs"]
 ) -> Float[Tensor, "num_reqs vocab_size"]:
@@ -208,7 +208,7 @@ def _greedy_argmax_cost(logits: Tensor) -> Cost:
     return _rows_cost(logits, 1, 1) + Cost(0, 8 * logits.shape[0])
 
 
-@op(cost=_greedy_argmax_cost, has_kernel=False)
+@op(cost=_greedy_argmax_cost)
 def greedy_argmax(logits: Float[Tensor, "num_reqs vocab_size"]) -> Int[Tensor, "num_reqs"]:
     """The most likely token of each row (the first of equals), int64; −1 for a row whose maximum is not finite.
 
@@ -223,7 +223,7 @@ def _gumbel_argmax_cost(logits: Tensor, temperatures: Tensor, seeds: Tensor, pos
     return _rows_cost(logits, 30, 1, temperatures, seeds, positions) + Cost(0, 8 * logits.shape[0])
 
 
-@op(cost=_gumbel_argmax_cost, has_kernel=False)
+@op(cost=_gumbel_argmax_cost)
 def gumbel_argmax(
     logits: Float[Tensor, "num_reqs vocab_size"],
     temperatures: Float[Tensor, "num_reqs"],
@@ -257,7 +257,7 @@ def _top_n_logprobs_cost(logits: Tensor, token_ids: Tensor, n: int) -> Cost:
     return _rows_cost(logits, 4, 1, token_ids) + Cost(0, out)
 
 
-@op(cost=_top_n_logprobs_cost, has_kernel=False)
+@op(cost=_top_n_logprobs_cost)
 def top_n_logprobs(
     logits: Float[Tensor, "num_reqs vocab_size"], token_ids: Int[Tensor, "num_reqs"], n: int
 ) -> tuple[
