@@ -59,16 +59,28 @@ def expect(what: str, got: float, want: float, tolerance: float = 0.0) -> None:
     print(f"{what}: {shown}" + (f" (within {tolerance:.1%} of {want:,.6g})" if tolerance else ""))
 
 
-def show(table: pd.DataFrame, *, clocked: bool = False, units: Mapping[str, str] | None = None) -> None:
+def show(
+    table: pd.DataFrame,
+    *,
+    clocked: bool = False,
+    units: Mapping[str, str] | None = None,
+    out: str = "",
+    name: str = "",
+) -> None:
     """Show a table: as HTML to readers, as text to the tests, which skip it if it was ``clocked``.
 
     Args:
         units: column → unit, for columns to be written with SI prefixes ("FLOP", "B/s", "s"), or "%" for shares.
+        out, name: where to keep its numbers as CSV, ``out/tables/name.csv``, if both are set.
     """
     from IPython.display import display
 
     from llmlab.viz.style import has_labels
 
+    if out and name:
+        folder = Path(out) / "tables"
+        folder.mkdir(parents=True, exist_ok=True)
+        table.to_csv(folder / f"{name}.csv", index=has_labels(table), lineterminator="\n")
     table = readable(table, units or {})
     text = table.to_string(index=has_labels(table))
     if clocked:

@@ -47,14 +47,15 @@ def test_readable_columns() -> None:
     assert words["bound"].tolist() == ["a", "b"]
 
 
-def test_tables_are_compared_unless_clocked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_compared_unless_clocked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import IPython.display
 
     shown: list[dict[str, str]] = []
     monkeypatch.setattr(IPython.display, "display", lambda data, raw: shown.append(data))
     table = pd.DataFrame({"a": [1, 2]})
     nb.show(table)
-    nb.show(table, clocked=True)
+    nb.show(table, clocked=True, units={"a": "s"}, out=str(tmp_path), name="t")
+    assert (tmp_path / "tables" / "t.csv").read_text() == "a\n1\n2\n", "numbers, not words"
     assert not any("[measured]" in d["text/html"] for d in shown)
     assert "[measured]" not in shown[0]["text/plain"]
     assert all(line.startswith("[measured] ") for line in shown[1]["text/plain"].splitlines())

@@ -5,7 +5,8 @@ plans, the ledger watches), and at any shape at once (:class:`StepDriver`: the s
 beforehand, so that a context of thousands of tokens need not be computed to be measured).
 
 An op is clocked once a step, in its place, and the medians are taken over steps: an op that is run several times in a row finds
-its weights in a cache where, in a real step, it would not.
+its weights in a cache where, in a real step, it would not. On a GPU the ledger waits for the device around every op, so that
+the microseconds of a launch are part of each.
 """
 
 from __future__ import annotations
