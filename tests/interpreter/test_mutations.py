@@ -300,6 +300,31 @@ def package_embedding(module: ModuleType) -> bool:
     )
 
 
+def package_sampling(module: ModuleType) -> bool:
+    """Two blocks of logits a row, all negative, in padded storage; a row of temperature 0; equal maxima."""
+    vocab = 5000
+    logits, _ = padded(3, vocab, 8)
+    logits.copy_(-5 - torch.rand(3, vocab, generator=torch.Generator().manual_seed(0)))
+    temperatures = torch.tensor([0.5, 0.0, 1.7])
+    divisors = torch.where(temperatures == 0, 1.0, temperatures)[:, None]
+    right = torch.equal(module.apply_temperature(logits, temperatures), logits / divisors)
+    min_p = torch.tensor([0.5, 0.9, 0.99])
+    kept = module.apply_min_p(logits, min_p)
+    share = (logits.double() - logits.double().amax(1, keepdim=True)).exp() / min_p[:, None].double()
+    right &= torch.equal(kept[share > 1 + 1e-5], logits[share > 1 + 1e-5]) and bool(
+        kept[share < 1 - 1e-5].isneginf().all()
+    )
+    logits[0, 7] = logits[0, 4900] = logits[0, 4901] = -1.0
+    logits[2, 4098] = logits[2, 4097] = -1.0
+    greedy = module.greedy_argmax(logits)
+    right &= greedy.tolist() == logits.argmax(1).tolist() and greedy.tolist()[::2] == [7, 4097]
+    seeds, positions = torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])
+    drawn = module.gumbel_argmax(logits * 1e6, temperatures, seeds, positions)  # noise is nothing beside such distances
+    return right and drawn.tolist() in (
+        [[first, greedy[1], second] for first in (7, 4900, 4901) for second in (4097, 4098)]
+    )
+
+
 PACKAGE_MUTANTS = [
     Mutant("rope: pairs past the rotary half", package_rope, "mask = (heads < NUM_HEADS)[:, None] & (dims < HALF)[None, :]", "mask = (heads < NUM_HEADS)[:, None] & (dims < BLOCK_HALF)[None, :]"),
     Mutant("rope: heads past the last", package_rope, "mask = (heads < NUM_HEADS)[:, None] & (dims < HALF)[None, :]", "mask = (heads < BLOCK_HEADS)[:, None] & (dims < HALF)[None, :]"),
@@ -332,6 +357,13 @@ PACKAGE_MUTANTS = [
     Mutant("embedding: row stride forgotten", package_embedding, "source * table_stride", "source * row_length"),
     Mutant("embedding: first token, not last", package_embedding, ".to(tl.int64) + offset", ".to(tl.int64)"),
     Mutant("embedding: store unmasked", package_embedding, "values, mask=mask)", "values)"),
+    Mutant("sampling: temperature 0 divides", package_sampling, "tl.where(temperature == 0.0, 1.0, temperature)", "temperature"),
+    Mutant("sampling: temperature store unmasked", package_sampling, "tl.store(out_ptr + row * vocab_size + cols, x, mask=mask)", "tl.store(out_ptr + row * vocab_size + cols, x)"),
+    Mutant("sampling: min_p of the first row", package_sampling, "tl.load(log_min_p_ptr + row)", "tl.load(log_min_p_ptr)"),
+    Mutant("sampling: min_p's maximum with a zero", package_sampling, "mask=start + cols < vocab_size, other=float(\"-inf\"))", "mask=start + cols < vocab_size, other=0.0)"),
+    Mutant("sampling: argmax over padding", package_sampling, "mask=mask, other=float(\"-inf\")).to(tl.float32)", "mask=mask, other=0.0).to(tl.float32)"),
+    Mutant("sampling: the last of equals", package_sampling, "tl.min(tl.where(scores == tl.max(scores, 0), ids, 0x7FFFFFFF), 0)", "tl.max(tl.where(scores == tl.max(scores, 0), ids, -1), 0)"),
+    Mutant("sampling: blocks of one row overwrite each other", package_sampling, "out = row * num_blocks + block", "out = row * num_blocks"),
 ]  # fmt: skip
 
 SCENARIOS = list(dict.fromkeys(mutant.scenario for mutant in OWN_MUTANTS + PACKAGE_MUTANTS))
