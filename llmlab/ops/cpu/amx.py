@@ -40,7 +40,7 @@ def _tile(b: ir.IRBuilder, name: str, *args: ir.Value | int) -> None:
 
 
 @intrinsic
-def _configure(typingctx: Any, config: Any) -> Any:
+def configure(typingctx: Any, config: Any) -> Any:
     def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
         _tile(b, "ldtilecfg", pointer(b, args[0], I8))
         return context.get_dummy_value()
@@ -49,7 +49,7 @@ def _configure(typingctx: Any, config: Any) -> Any:
 
 
 @intrinsic
-def _release(typingctx: Any) -> Any:
+def release(typingctx: Any) -> Any:
     def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
         _tile(b, "tilerelease")
         return context.get_dummy_value()
@@ -58,37 +58,53 @@ def _release(typingctx: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def _product(
-    typingctx: Any, blocks: Any, panels: Any, w: Any, panel_bytes: Any, x: Any, x_stride: Any, in_features: Any, sums: Any
+def product(
+    typingctx: Any,
+    blocks: Any,
+    panels: Any,
+    add: Any,
+    w: Any,
+    panel_bytes: Any,
+    x: Any,
+    x_stride: Any,
+    in_features: Any,
+    sums: Any,
+    sums_stride: Any,
 ) -> Any:
-    """The sums of ``blocks`` × ``panels`` tiles (literals), written to ``sums[blocks, 16, panels, 16]`` in float32."""
-    num_blocks, num_panels = literal(blocks), literal(panels)
+    """``sums[16·blocks, 16·panels] = x · panels`` in float32 (``+=`` with ``add``; the first three are literals)."""
+    num_blocks, num_panels, adding = literal(blocks), literal(panels), literal(add)
     spare = 8 - num_blocks * num_panels - num_blocks
     total = lambda m, n: m * num_panels + n  # noqa: E731
     inputs = lambda m: num_blocks * num_panels + m  # noqa: E731
     weights = lambda n: num_blocks * num_panels + num_blocks + n % spare  # noqa: E731
 
     def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        *_, w, panel_bytes, x, x_stride, in_features, sums = args
-        for m in range(num_blocks):
-            for n in range(num_panels):
+        *_, w, panel_bytes, x, x_stride, in_features, sums, sums_stride = args
+        below = [b.mul(int64(BLOCK * m), x_stride) for m in range(num_blocks)]
+        of_tile = {
+            (m, n): pointer(b, b.add(sums, b.add(b.mul(int64(BLOCK * m), sums_stride), int64(n * 64))), I8)
+            for m in range(num_blocks)
+            for n in range(num_panels)
+        }
+        for (m, n), place in of_tile.items():
+            if adding:
+                _tile(b, "tileloadd64", total(m, n), place, sums_stride)
+            else:
                 _tile(b, "tilezero", total(m, n))
         with cgutils.for_range_slice(b, int64(0), in_features, int64(STEP)) as (k, _):
             for m in range(num_blocks):
-                row = b.add(b.add(x, b.mul(x_stride, int64(BLOCK * m))), b.mul(k, int64(2)))
+                row = b.add(b.add(x, below[m]), b.mul(k, int64(2)))
                 _tile(b, "tileloadd64", inputs(m), pointer(b, row, I8), x_stride)
             for n in range(num_panels):
                 at = b.add(b.add(w, b.mul(panel_bytes, int64(n))), b.mul(k, int64(_TILE_BYTES // STEP)))
                 _tile(b, "tileloadd64", weights(n), pointer(b, at, I8), int64(64))
                 for m in range(num_blocks):
                     _tile(b, "tdpbf16ps", total(m, n), inputs(m), weights(n))
-        for m in range(num_blocks):
-            for n in range(num_panels):
-                at = b.add(sums, int64(m * BLOCK * num_panels * 64 + n * 64))
-                _tile(b, "tilestored64", total(m, n), pointer(b, at, I8), int64(num_panels * 64))
+        for (m, n), place in of_tile.items():
+            _tile(b, "tilestored64", total(m, n), place, sums_stride)
         return context.get_dummy_value()
 
-    return types.void(blocks, panels, *[types.int64] * 6), codegen
+    return types.void(blocks, panels, add, *[types.int64] * 7), codegen
 
 
 @kernel("qqqqqqqqqqqq")
@@ -98,11 +114,25 @@ def _multiply(blocks: int, panels: int) -> Callable[[int], None]:
     step = BLOCK * blocks
 
     def body(p: int) -> None:
-        x, x_stride, num_tokens, w, panel_bytes, in_features = arg(p, 0), arg(p, 1), arg(p, 2), arg(p, 3), arg(p, 4), arg(p, 5)
-        bias, out, out_stride, units, threads, config = arg(p, 6), arg(p, 7), arg(p, 8), arg(p, 9), arg(p, 10), arg(p, 11)
+        x, x_stride, num_tokens, w, panel_bytes, in_features = (
+            arg(p, 0),
+            arg(p, 1),
+            arg(p, 2),
+            arg(p, 3),
+            arg(p, 4),
+            arg(p, 5),
+        )
+        bias, out, out_stride, units, threads, config = (
+            arg(p, 6),
+            arg(p, 7),
+            arg(p, 8),
+            arg(p, 9),
+            arg(p, 10),
+            arg(p, 11),
+        )
         tokens_in_cache = max(INPUTS_IN_CACHE // (2 * in_features * step), 1) * step
         sums = simd.scratch(8 * 1024)
-        _configure(config)
+        configure(config)
         first, last = piece(take(p, 1), units, threads)
         while first < last:
             for begin in range(0, num_tokens, tokens_in_cache):
@@ -111,7 +141,7 @@ def _multiply(blocks: int, panels: int) -> Callable[[int], None]:
                     for start in range(begin, end, step):
                         t = max(min(start, num_tokens - step), 0)
                         xt, wn = x + t * x_stride, w + n * panel_bytes
-                        _product(blocks, panels, wn, panel_bytes, xt, x_stride, in_features, sums)
+                        product(blocks, panels, 0, wn, panel_bytes, xt, x_stride, in_features, sums, 64 * panels)
                         for i in range(min(step, num_tokens - t)):
                             for j in range(panels):
                                 value = simd.load("f32", sums + (i * panels + j) * 64)
@@ -119,13 +149,13 @@ def _multiply(blocks: int, panels: int) -> Callable[[int], None]:
                                     value = value + simd.load("bf16", bias + (n + j) * 32)
                                 simd.store("bf16", out + (t + i) * out_stride + (n + j) * 32, value)
             first, last = piece(take(p, 1), units, threads)
-        _release()
+        release()
 
     return body
 
 
 @functools.cache
-def _config(rows: tuple[int, ...], panels: int) -> Tensor:
+def config_for(rows: tuple[int, ...], panels: int) -> Tensor:
     """The tile configuration (palette 1) for blocks of so many tokens each."""
     config = torch.zeros(64, dtype=torch.uint8)
     config[0] = 1
@@ -156,5 +186,5 @@ def multiply(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor) -> Non
         out.stride(0) * 2,
         panels.shape[0] // together,
         torch.get_num_threads(),
-        _config(rows, together).data_ptr(),
+        config_for(rows, together).data_ptr(),
     )

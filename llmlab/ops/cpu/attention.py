@@ -12,11 +12,10 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from llmlab.ops import attention as reference
-from llmlab.ops.cpu import simd
+from llmlab.ops.cpu import flash, simd
 from llmlab.ops.cpu.parallel import arg, kernel, number, take
 from llmlab.ops.cpu.tiles import cpu_has, score_tile, weighted_sum
 
@@ -25,7 +24,7 @@ _MAX_GROUP = 8  # query heads together; a larger group is served in parts
 _MAX_PARTS = 16
 
 
-@kernel("qqqqqqqqqqqqqdqdqqqqq")
+@kernel("qqqqqqqqqqqqqqdqdqqqqq")
 def _decode(method: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Callable[[int], None]:
     """One item: all heads of one token over one part of its context."""
     kind = method.removesuffix("dot")
@@ -43,9 +42,9 @@ def _decode(method: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Ca
         q, q_stride, key_cache, value_cache = arg(p, 0), arg(p, 1), arg(p, 2), arg(p, 3)
         block_size, block_stride, slot_stride = arg(p, 4), arg(p, 5), arg(p, 6)
         block_table, table_stride, query_start_loc = arg(p, 7), arg(p, 8), arg(p, 9)
-        seq_lens, num_reqs, tokens = arg(p, 10), arg(p, 11), arg(p, 12)
-        scale, window, soft_cap = np.float32(number(p, 13)), arg(p, 14), np.float32(number(p, 15))
-        max_parts, parts, counters, out, lse = arg(p, 16), arg(p, 17), arg(p, 18), arg(p, 19), arg(p, 20)
+        seq_lens, num_reqs, tokens, count = arg(p, 10), arg(p, 11), arg(p, 12), arg(p, 13)
+        scale, window, soft_cap = np.float32(number(p, 14)), arg(p, 15), np.float32(number(p, 16))
+        max_parts, parts, counters, out, lse = arg(p, 17), arg(p, 18), arg(p, 19), arg(p, 20), arg(p, 21)
         sums, highs, totals = simd.scratch(sums_bytes), simd.scratch(state_bytes), simd.scratch(state_bytes)
         scores, factors, offsets = simd.scratch(scores_bytes), simd.scratch(64), simd.scratch(offsets_bytes)
         low, zero = np.float32(-np.inf), np.float32(0.0)
@@ -55,9 +54,10 @@ def _decode(method: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Ca
         part_keys = (longest + max_parts * tile - 1) // (max_parts * tile) * tile
         while True:
             item = take(p, 1)
-            if item >= tokens * max_parts:
+            if item >= count * max_parts:
                 break
-            token, part = item // max_parts, item % max_parts
+            which, part = item // max_parts, item % max_parts
+            token = simd.load_int64(tokens + 8 * which) if tokens else which
             # the request that the token belongs to: the last one that starts at or before it
             request, above = 0, num_reqs
             while above - request > 1:
@@ -113,7 +113,7 @@ def _decode(method: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Ca
                         for j in range(0, n, lanes):
                             s = simd.load("f32", mine + 4 * j) * simd.splat(scale)
                             if soft_cap > zero:
-                                s = _capped(s, soft_cap)
+                                s = simd.capped(s, soft_cap)
                             s = simd.keep_first(s, n - j, low)
                             simd.store("f32", mine + 4 * j, s)
                             top = simd.maximum(s, top)
@@ -134,12 +134,12 @@ def _decode(method: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Ca
                 start += tile
             if num_parts > 1:
                 # leave the part for whoever comes last; who does, reads all of them in order
-                mine = parts + token * max_parts * part_bytes
+                mine = parts + which * max_parts * part_bytes
                 own = mine + part * part_bytes
                 simd.copy(own, sums, sums_bytes)
                 simd.copy(own + sums_bytes, highs, state_bytes)
                 simd.copy(own + sums_bytes + state_bytes, totals, state_bytes)
-                if simd.fetch_add(counters + 8 * token, 1) < num_parts - 1:
+                if simd.fetch_add(counters + 8 * which, 1) < num_parts - 1:
                     continue
                 for head in range(num_heads):
                     high, total = low, zero
@@ -169,14 +169,6 @@ def _decode(method: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Ca
     return body
 
 
-@njit
-def _capped(scores, cap):  # type: ignore[no-untyped-def]
-    """cap · tanh(scores / cap)."""
-    one, limit = simd.splat(np.float32(1.0)), simd.splat(cap)
-    half = scores / limit
-    return limit * (one - (one + one) / (simd.exp(half + half) + one))
-
-
 def part_floats(num_heads: int, head_dim: int) -> int:
     """Size of one part's result: weighted sums, and of each head the highest score and the total weight."""
     return num_heads * head_dim + 2 * -(-num_heads // simd.LANES) * simd.LANES
@@ -200,43 +192,65 @@ def paged_attention(
     if (
         kind is None
         or head_dim % simd.LANES
+        or scale <= 0
         or not (q.dtype == key_cache.dtype == value_cache.dtype)
         or not (block_table.dtype == query_start_loc.dtype == seq_lens.dtype == torch.int32)
         or not (key_cache.is_contiguous() and value_cache.is_contiguous() and block_table.stride(1) == 1)
     ):
         return reference.paged_attention.reference(
-            q, key_cache, value_cache, block_table, query_start_loc, seq_lens, scale, sliding_window, soft_cap, return_lse
+            q,
+            key_cache,
+            value_cache,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            scale,
+            sliding_window,
+            soft_cap,
+            return_lse,
         )
-    q, size = simd.heads_together(q), q.element_size()
+    q = simd.heads_together(q)
     out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype)
     lse = torch.empty((tokens, num_heads), dtype=torch.float32) if return_lse else None
-    max_parts = min(16 * torch.get_num_threads() // max(tokens, 1), _MAX_PARTS)
-    parts = counters = out
-    if max_parts > 1:
-        parts = torch.empty(tokens * max_parts * part_floats(num_heads, head_dim), dtype=torch.float32)
-        counters = torch.zeros(tokens, dtype=torch.int64)
-    method = "bf16dot" if kind == "bf16" and cpu_has("avx512bf16") and head_dim % 32 == 0 else kind
-    _decode(method, num_heads, num_kv_heads, head_dim).parallel(
-        q.data_ptr(),
-        q.stride(0) * size,
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        block_size,
-        key_cache.stride(0) * size,
-        key_cache.stride(1) * size,
-        block_table.data_ptr(),
-        block_table.stride(0),
-        query_start_loc.data_ptr(),
-        seq_lens.data_ptr(),
-        seq_lens.shape[0],
-        tokens,
-        scale,
-        sliding_window or 0,
-        soft_cap or 0.0,
-        max(max_parts, 1),
-        parts.data_ptr(),
-        counters.data_ptr(),
-        out.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
-    )
+    rest = None  # tokens that are not done in tiles; None means all
+    if tokens != seq_lens.shape[0]:
+        starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
+        many = [r for r in range(len(lengths)) if starts[r + 1] - starts[r] >= flash.FEWEST]
+        if many:
+            plan = flash.Plan.of(many, starts, lengths, sliding_window)
+            flash.attend(plan, q, key_cache, value_cache, block_table, scale, sliding_window, soft_cap, out, lse)
+            few = set(range(len(lengths))).difference(many)
+            rest = torch.tensor([t for r in sorted(few) for t in range(starts[r], starts[r + 1])], dtype=torch.int64)
+    count, size = tokens if rest is None else rest.shape[0], q.element_size()
+    if count:
+        max_parts = max(min(16 * torch.get_num_threads() // count, _MAX_PARTS), 1)
+        parts = counters = out
+        if max_parts > 1:
+            parts = torch.empty(count * max_parts * part_floats(num_heads, head_dim), dtype=torch.float32)
+            counters = torch.zeros(count, dtype=torch.int64)
+        method = "bf16dot" if kind == "bf16" and cpu_has("avx512bf16") and head_dim % 32 == 0 else kind
+        _decode(method, num_heads, num_kv_heads, head_dim).parallel(
+            q.data_ptr(),
+            q.stride(0) * size,
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            block_size,
+            key_cache.stride(0) * size,
+            key_cache.stride(1) * size,
+            block_table.data_ptr(),
+            block_table.stride(0),
+            query_start_loc.data_ptr(),
+            seq_lens.data_ptr(),
+            seq_lens.shape[0],
+            0 if rest is None else rest.data_ptr(),
+            count,
+            scale,
+            sliding_window or 0,
+            soft_cap or 0.0,
+            max_parts,
+            parts.data_ptr(),
+            counters.data_ptr(),
+            out.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+        )
     return out if lse is None else (out, lse)

@@ -24,10 +24,18 @@ __all__ = ["LinearPacker", "PackedLinear", "linear"]
 @kernel("qqqqqqqqqqq")
 def _multiply(method: str, panels: int, tokens: int) -> Callable[[int], None]:
     """Tiles of ``panels`` × ``tokens`` (8, or 4 where registers are few); fewer tokens at the end in tiles of 4, 2 and 1."""
-    width = simd.LANES * simd.itemsize(method.removesuffix("dot"))
+    kind = method.removesuffix("dot")
+    width = simd.LANES * simd.itemsize(kind)
 
     def body(p: int) -> None:
-        x, x_stride, num_tokens, w, panel_bytes, in_features = arg(p, 0), arg(p, 1), arg(p, 2), arg(p, 3), arg(p, 4), arg(p, 5)
+        x, x_stride, num_tokens, w, panel_bytes, in_features = (
+            arg(p, 0),
+            arg(p, 1),
+            arg(p, 2),
+            arg(p, 3),
+            arg(p, 4),
+            arg(p, 5),
+        )
         bias, out, out_stride, units, threads = arg(p, 6), arg(p, 7), arg(p, 8), arg(p, 9), arg(p, 10)
         bias_width = width if bias else 0
         tokens_in_cache = max(INPUTS_IN_CACHE // (x_stride * tokens), 1) * tokens
@@ -40,23 +48,98 @@ def _multiply(method: str, panels: int, tokens: int) -> Callable[[int], None]:
                     t = begin
                     if t + tokens <= end:  # the first tile fetches the panels, the others find them in the cache
                         xt, ot = x + t * x_stride, on + t * out_stride
-                        panel_tile(method, panels, tokens, 1, 1, wn, panel_bytes, xt, x_stride, in_features, bn, ot, out_stride)
+                        panel_tile(
+                            method,
+                            panels,
+                            tokens,
+                            1,
+                            1,
+                            kind,
+                            wn,
+                            panel_bytes,
+                            xt,
+                            x_stride,
+                            in_features,
+                            bn,
+                            ot,
+                            out_stride,
+                        )
                         t += tokens
                     while t + tokens <= end:
                         xt, ot = x + t * x_stride, on + t * out_stride
-                        panel_tile(method, panels, tokens, 1, 0, wn, panel_bytes, xt, x_stride, in_features, bn, ot, out_stride)
+                        panel_tile(
+                            method,
+                            panels,
+                            tokens,
+                            1,
+                            0,
+                            kind,
+                            wn,
+                            panel_bytes,
+                            xt,
+                            x_stride,
+                            in_features,
+                            bn,
+                            ot,
+                            out_stride,
+                        )
                         t += tokens
                     if tokens > 4 and t + 4 <= end:
                         xt, ot = x + t * x_stride, on + t * out_stride
-                        panel_tile(method, panels, 4, 1, 1, wn, panel_bytes, xt, x_stride, in_features, bn, ot, out_stride)
+                        panel_tile(
+                            method,
+                            panels,
+                            4,
+                            1,
+                            1,
+                            kind,
+                            wn,
+                            panel_bytes,
+                            xt,
+                            x_stride,
+                            in_features,
+                            bn,
+                            ot,
+                            out_stride,
+                        )
                         t += 4
                     if t + 2 <= end:
                         xt, ot = x + t * x_stride, on + t * out_stride
-                        panel_tile(method, panels, 2, 2, 1, wn, panel_bytes, xt, x_stride, in_features, bn, ot, out_stride)
+                        panel_tile(
+                            method,
+                            panels,
+                            2,
+                            2,
+                            1,
+                            kind,
+                            wn,
+                            panel_bytes,
+                            xt,
+                            x_stride,
+                            in_features,
+                            bn,
+                            ot,
+                            out_stride,
+                        )
                         t += 2
                     if t < end:
                         xt, ot = x + t * x_stride, on + t * out_stride
-                        panel_tile(method, panels, 1, 4, 1, wn, panel_bytes, xt, x_stride, in_features, bn, ot, out_stride)
+                        panel_tile(
+                            method,
+                            panels,
+                            1,
+                            4,
+                            1,
+                            kind,
+                            wn,
+                            panel_bytes,
+                            xt,
+                            x_stride,
+                            in_features,
+                            bn,
+                            ot,
+                            out_stride,
+                        )
             first, last = piece(take(p, 1), units, threads)
 
     return body

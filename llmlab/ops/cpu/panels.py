@@ -7,15 +7,13 @@ processors' pair products (AVX512-BF16, AMX) want. Read from front to back, what
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from llmlab.ops.cpu.memory import large_pages
 from llmlab.ops.cpu.simd import KINDS, LANES
-
-_PAGE = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -71,13 +69,3 @@ class LinearPacker:
             self._area = large_pages(max(size, self._area_bytes))
         taken, self._area = self._area[:size], self._area[-(-size // 64) * 64 :]
         return taken.view(like.dtype).view(like.shape)
-
-
-def large_pages(size: int) -> Tensor:
-    """``size`` bytes from the start of a large page on, zero, taken from the system as they are touched."""
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    area = mmap.mmap(-1, size + _PAGE, **private)  # a shared mapping, Python's default, gets no large pages
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        area.madvise(mmap.MADV_HUGEPAGE)
-    data = torch.frombuffer(area, dtype=torch.uint8)
-    return data[-data.data_ptr() % _PAGE :][:size]

@@ -10,9 +10,10 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
@@ -307,18 +308,27 @@ def maximum(typingctx: Any, x: Any, y: Any) -> Any:
     return float32x16(float32x16, float32x16), code
 
 
-@intrinsic
-def keep_first(typingctx: Any, x: Any, count: Any, other: Any) -> Any:
-    """``keep_first(x, count, other)``: lanes below ``count`` of x, the rest ``other`` (a float32)."""
-
+def _keep(comparison: str) -> Any:
     def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
         wide = _vector(I32)
         limit = b.insert_element(ir.Constant(wide, ir.Undefined), b.trunc(args[1], I32), ir.Constant(I32, 0))
         limit = b.shuffle_vector(limit, ir.Constant(wide, ir.Undefined), ir.Constant(wide, [0] * LANES))
-        kept = b.icmp_signed("<", ir.Constant(wide, list(range(LANES))), limit)
+        kept = b.icmp_signed(comparison, ir.Constant(wide, list(range(LANES))), limit)
         return b.select(kept, args[0], emit_splat(b, args[2]))
 
     return float32x16(float32x16, types.int64, types.float32), codegen
+
+
+@intrinsic
+def keep_first(typingctx: Any, x: Any, count: Any, other: Any) -> Any:
+    """``keep_first(x, count, other)``: lanes below ``count`` of x, the rest ``other`` (a float32)."""
+    return _keep("<")
+
+
+@intrinsic
+def keep_from(typingctx: Any, x: Any, count: Any, other: Any) -> Any:
+    """``keep_from(x, count, other)``: lanes from ``count`` on of x, the rest ``other``."""
+    return _keep(">=")
 
 
 def emit_exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
@@ -342,10 +352,29 @@ def emit_exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return b.select(b.fcmp_unordered("uno", x, x), x, result)
 
 
+def emit_exp_below(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """:func:`emit_exp` of lanes that are not above 0, with half the instructions: no overflow to look after."""
+    number = lambda value: ir.Constant(VEC, [value] * LANES)  # noqa: E731
+    n = call(b, "llvm.rint.v16f32", VEC, b.fmul(x, number(1.44269504088896341)))
+    r = emit_fma(b, n, number(2.12194440e-4), emit_fma(b, n, number(-0.693359375), x))
+    y = number(1.9875691500e-4)
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0):
+        y = emit_fma(b, y, r, number(c))
+    wide = _vector(I32)
+    result = b.bitcast(b.add(b.bitcast(y, wide), b.shl(b.fptosi(n, wide), _splat_int(wide, 23))), VEC)
+    return b.select(b.fcmp_ordered("<", x, number(-87.3)), number(0.0), result)
+
+
 @intrinsic
 def exp(typingctx: Any, x: Any) -> Any:
     """``exp(x)`` of each lane."""
     return float32x16(float32x16), lambda context, b, sig, args: emit_exp(b, args[0])
+
+
+@intrinsic
+def exp_below(typingctx: Any, x: Any) -> Any:
+    """``exp(x)`` of each lane, none above 0; a NaN gives a NaN."""
+    return float32x16(float32x16), lambda context, b, sig, args: emit_exp_below(b, args[0])
 
 
 @intrinsic
@@ -375,3 +404,70 @@ for _function, _instruction in (
     (operator.truediv, "fdiv"),
 ):
     _arithmetic(_function, _instruction)
+
+
+# ---- rearranging -----------------------------------------------------------------------------------------------------------
+
+
+def emit_transpose(b: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """Sixteen vectors of sixteen lanes, rows and lanes exchanged: in four steps, blocks of 1, 2, 4 and 8 change places."""
+    rows = list(rows)
+    for width in (1, 2, 4, 8):
+        upper = [lane & width for lane in range(LANES)]
+        first = [LANES + lane - width if up else lane for lane, up in enumerate(upper)]
+        second = [LANES + lane if up else lane + width for lane, up in enumerate(upper)]
+        for i in (i for i in range(LANES) if not i & width):
+            x, y = rows[i], rows[i + width]
+            rows[i], rows[i + width] = (
+                b.shuffle_vector(x, y, ir.Constant(_vector(I32), lanes)) for lanes in (first, second)
+            )
+    return rows
+
+
+@intrinsic(prefer_literal=True)
+def transpose(typingctx: Any, kind: Any, source: Any, offsets: Any, target: Any) -> Any:
+    """``target[lane, row] = source[row, lane]``: sixteen rows, which stand at ``source + offsets[row]`` (int64), as float32.
+
+    kind "f32" copies any 32-bit words.
+    """
+
+    def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        _, source, offsets, target = args
+        at = [b.load(pointer(b, b.add(offsets, int64(8 * row)), I64)) for row in range(LANES)]
+        rows = [emit_load(b, _literal(kind), b.add(source, offset)) for offset in at]
+        for lane, column in enumerate(emit_transpose(b, rows)):
+            emit_store(b, "f32", b.add(target, int64(64 * lane)), column)
+        return context.get_dummy_value()
+
+    return types.void(kind, *[types.int64] * 3), codegen
+
+
+@intrinsic
+def interleave(typingctx: Any, even: Any, odd: Any, target: Any) -> Any:
+    """``target[2·i] = even[i]; target[2·i + 1] = odd[i]`` for sixteen 16-bit words each; even or odd may be 0 for zeros."""
+
+    def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        even, odd, target = args
+        words, wide = _vector(I16), _vector(I32)
+
+        def read(address: ir.Value) -> ir.Value:
+            slot = cgutils.alloca_once_value(b, ir.Constant(words, None))
+            with b.if_then(b.icmp_signed("!=", address, int64(0))):
+                value = b.load(pointer(b, address, words))
+                value.align = 2
+                b.store(value, slot)
+            return b.zext(b.load(slot), wide)
+
+        pairs = b.or_(read(even), b.shl(read(odd), _splat_int(wide, 16)))
+        b.store(pairs, pointer(b, target, wide)).align = 4
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@njit
+def capped(scores, cap):  # type: ignore[no-untyped-def]
+    """The soft cap of attention scores (Gemma 2): cap · tanh(scores / cap)."""
+    one, limit = splat(np.float32(1.0)), splat(cap)
+    half = scores / limit
+    return limit * (one - (one + one) / (exp(half + half) + one))

@@ -32,7 +32,9 @@ from llmlab.ops.cpu.simd import (
     pointer,
 )
 
-PREFETCH_BYTES = 4096  # so far ahead weights are asked for: measured; left alone, the processor keeps half the bandwidth idle
+PREFETCH_BYTES = (
+    4096  # so far ahead weights are asked for: measured; left alone, the processor keeps half the bandwidth idle
+)
 
 
 @functools.cache
@@ -106,6 +108,7 @@ def panel_tile(
     tokens: Any,
     unroll: Any,
     ahead: Any,
+    target: Any,
     w: Any,
     panel_bytes: Any,
     x: Any,
@@ -117,16 +120,17 @@ def panel_tile(
 ) -> Any:
     """``out[t, 16·p + lane] = Σ x[t, i] · w[p, i, lane] + bias``, for a few panels and tokens.
 
-    The first five are literals:
+    The first six are literals:
         method: "f32", "f16", "bf16" (widened; x is float32), or "bf16dot" (the pair product; x is bfloat16).
         panels, tokens: the size of the tile.
         unroll: steps whose sums are kept apart, so that additions do not wait for each other.
         ahead: whether to prefetch.
+        target: the kind of out and bias; "+f32" adds to what stands in out.
     Strides in bytes; bias is 0 for none.
     """
     how, num_panels, num_tokens = literal(method), literal(panels), literal(tokens)
     num_sums, prefetch = literal(unroll), bool(literal(ahead))
-    kind = how.removesuffix("dot")
+    adding, kind = literal(target).startswith("+"), literal(target).removeprefix("+")
     features, w_bytes, x_bytes = _step_bytes(how)
 
     def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
@@ -160,13 +164,15 @@ def panel_tile(
             for p, slot in enumerate(shift):
                 b.store(emit_load(b, kind, b.add(bias, int64(p * width))), slot)
         for t in range(num_tokens):
-            target = b.add(out, b.mul(out_stride, int64(t)))
+            line = b.add(out, b.mul(out_stride, int64(t)))
             for p in range(num_panels):
                 value = functools.reduce(b.fadd, (b.load(slot) for slot in sums[t][p]))
-                emit_store(b, kind, b.add(target, int64(p * width)), b.fadd(value, b.load(shift[p])))
+                place = b.add(line, int64(p * width))
+                value = b.fadd(value, emit_load(b, kind, place) if adding else b.load(shift[p]))
+                emit_store(b, kind, place, value)
         return context.get_dummy_value()
 
-    return types.void(method, panels, tokens, unroll, ahead, *[types.int64] * 8), codegen
+    return types.void(method, panels, tokens, unroll, ahead, target, *[types.int64] * 8), codegen
 
 
 def _dot_load(b: ir.IRBuilder, kind: str, pairs: bool, address: ir.Value) -> ir.Value:
@@ -190,9 +196,7 @@ def score_tile(
         *_, q, keys, offsets, scores, stride = args
         key = [b.add(keys, b.load(pointer(b, b.add(offsets, int64(8 * j)), offsets.type))) for j in range(LANES)]
         for g in range(num_heads):
-            query = [
-                _dot_load(b, kind, pairs, b.add(q, int64((g * dim + i) * size))) for i in range(0, dim, step)
-            ]
+            query = [_dot_load(b, kind, pairs, b.add(q, int64((g * dim + i) * size))) for i in range(0, dim, step)]
             sums = []
             for address in key:
                 total = ir.Constant(VEC, [0.0] * LANES)
@@ -227,7 +231,9 @@ def weighted_sum(
     """
     how, num_heads, dim = literal(kind), literal(heads), literal(head_dim)
     registers = 24 if cpu_has("avx512f") else 6
-    together = next(n for n in range(dim // LANES, 0, -1) if (dim // LANES) % n == 0 and (n * num_heads <= registers or n == 1))
+    together = next(
+        n for n in range(dim // LANES, 0, -1) if (dim // LANES) % n == 0 and (n * num_heads <= registers or n == 1)
+    )
 
     def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
         *_, values, offsets, count, weights, stride, factors, sums = args

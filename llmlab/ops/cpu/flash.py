@@ -1,0 +1,363 @@
+"""Attention of many queries of one request: prompts and chunks of them, in tiles, with the matrix product's inner loops.
+
+First the keys and values that the request sees are laid out like weights (:mod:`llmlab.ops.cpu.panels`): a key is an output
+feature of q · kᵀ, a value an input feature of p · v. Then each item of work, 32 queries of one head, goes over its keys in
+tiles with an online softmax (FlashAttention-2: Dao 2023, arXiv:2307.08691, algorithm 1). Never a matrix of all scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmlab.ops.cpu import amx, simd
+from llmlab.ops.cpu.parallel import arg, kernel, number, take
+from llmlab.ops.cpu.tiles import cpu_has, panel_tile
+
+QUERIES = 32  # of one head together
+FEWEST = 17  # below so many queries of a request, :mod:`llmlab.ops.cpu.attention` is faster
+_PAD = 32  # keys are laid out in multiples of it
+_FIELDS = 8  # of a request in the plan: see Plan.of
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the kernels know of the requests, an int64 row each.
+
+    Attributes:
+        table: ``[requests, 8]``: first query, number of queries, sequence length, row of the block table, first visible key
+            (a multiple of 32), where its keys begin in the laid-out buffers, first item of the layout, first block of queries.
+        keys: number of keys laid out, padding included.
+        blocks: number of blocks of queries.
+    """
+
+    table: Tensor
+    keys: int
+    blocks: int
+
+    @staticmethod
+    def of(rows: Sequence[int], starts: Sequence[int], seq_lens: Sequence[int], window: int | None) -> Plan:
+        """The plan of the requests ``rows`` of a batch."""
+        table, keys, blocks = [], 0, 0
+        for r in rows:
+            queries, length = starts[r + 1] - starts[r], seq_lens[r]
+            first = 0 if window is None else max(length - queries + 1 - window, 0) // _PAD * _PAD
+            table.append((starts[r], queries, length, r, first, keys, keys // _PAD, blocks))
+            keys += -(-(length - first) // _PAD) * _PAD
+            blocks += -(-queries // QUERIES)
+        return Plan(torch.tensor(table, dtype=torch.int64), keys, blocks)
+
+
+@kernel("qqqqqqqqqqqqq")
+def _lay_out(kind: str, pairs: int, head_dim: int) -> Callable[[int], None]:
+    """One item: 32 keys and values of one KV head. ``pairs``: bfloat16 as it is, in pairs; otherwise widened to float32."""
+    size = simd.itemsize(kind)
+    packed = 2 if pairs else 4
+    features = 2 * simd.LANES if pairs else simd.LANES  # of one transposed square
+    fields, lanes, pad = _FIELDS * 8, simd.LANES, _PAD
+
+    def body(p: int) -> None:
+        key_cache, value_cache, block_size, block_stride, slot_stride = (
+            arg(p, 0),
+            arg(p, 1),
+            arg(p, 2),
+            arg(p, 3),
+            arg(p, 4),
+        )
+        block_table, table_stride, plan, num_reqs = arg(p, 5), arg(p, 6), arg(p, 7), arg(p, 8)
+        heads, total_keys, keys_out, values_out = arg(p, 9), arg(p, 10), arg(p, 11), arg(p, 12)
+        offsets = simd.scratch(256)
+        while True:
+            item = take(p, 1)
+            if item >= total_keys // pad * heads:
+                break
+            head, tile = item % heads, item // heads
+            request = 0
+            while request + 1 < num_reqs and simd.load_int64(plan + (request + 1) * fields + 48) <= tile:
+                request += 1
+            row = plan + request * fields
+            length, table_row = simd.load_int64(row + 16), simd.load_int64(row + 24)
+            first, base = simd.load_int64(row + 32), simd.load_int64(row + 40)
+            padded = (length - first + pad - 1) // pad * pad
+            local = (tile - simd.load_int64(row + 48)) * pad  # key of this tile, from the request's first laid-out one
+            table = block_table + 4 * table_stride * table_row
+            for j in range(pad):
+                key = min(first + local + j, length - 1)
+                block = simd.load_int32(table + 4 * (key // block_size))
+                at = block * block_stride + key % block_size * slot_stride + head * head_dim * size
+                simd.store_int64(offsets + 8 * j, at)
+            own = (head * total_keys + base) * head_dim * packed
+            for j in range(0, pad, lanes):
+                for i in range(0, head_dim, features):
+                    target = keys_out + own + (local + j) * head_dim * packed + i * lanes * packed
+                    simd.transpose("f32" if pairs else kind, key_cache + i * size, offsets + 8 * j, target)
+            valid = min(length - first - local, pad)
+            for i in range(0, head_dim, lanes):
+                target = values_out + own + (i * padded + local * lanes) * packed
+                if pairs:
+                    for j in range(0, pad, 2):
+                        even = value_cache + simd.load_int64(offsets + 8 * j) + i * size if j < valid else 0
+                        odd = value_cache + simd.load_int64(offsets + 8 * j + 8) + i * size if j + 1 < valid else 0
+                        simd.interleave(even, odd, target + j * lanes * packed)
+                else:
+                    for j in range(pad):
+                        value = simd.splat(np.float32(0.0))
+                        if j < valid:
+                            value = simd.load(kind, value_cache + simd.load_int64(offsets + 8 * j) + i * size)
+                        simd.store("f32", target + j * lanes * packed, value)
+
+    return body
+
+
+@kernel("qqqqqqqqqqdqdqqq")
+def _attend(method: str, kind: str, head_dim: int) -> Callable[[int], None]:
+    """One item: 32 queries of one head (the last ones once more where their number is no multiple of 32).
+
+    method: "amx" or "bf16dot" (laid out in pairs), or "f32". kind: of out.
+    """
+    on_tiles, pairs = method == "amx", method != "f32"
+    packed = 2 if pairs else 4
+    weight_kind = "bf16" if pairs else "f32"
+    tile = 128 if pairs else 64  # keys
+    size, lanes, pad, fields, queries = simd.itemsize(kind), simd.LANES, _PAD, _FIELDS * 8, QUERIES
+    dim_panels = head_dim // simd.LANES
+    together = 2 if dim_panels % 2 == 0 and cpu_has("avx512f") else 1
+    key_panels, rows_together = (2, 8) if cpu_has("avx512f") else (1, 4)
+    scores_bytes, sums_bytes, weights_bytes = queries * tile * 4, queries * head_dim * 4, queries * tile * packed
+    inner_bytes = head_dim * simd.LANES * packed
+
+    def body(p: int) -> None:
+        q, q_stride, keys, values, total_keys = arg(p, 0), arg(p, 1), arg(p, 2), arg(p, 3), arg(p, 4)
+        plan, num_reqs, blocks, heads, per_kv_head = arg(p, 5), arg(p, 6), arg(p, 7), arg(p, 8), arg(p, 9)
+        scale, window, soft_cap = np.float32(number(p, 10)), arg(p, 11), np.float32(number(p, 12))
+        out, lse, configs = arg(p, 13), arg(p, 14), arg(p, 15)
+        scores, sums, weights = simd.scratch(scores_bytes), simd.scratch(sums_bytes), simd.scratch(weights_bytes)
+        highs, totals = simd.scratch(128), simd.scratch(128)
+        low, zero, one = np.float32(-np.inf), np.float32(0.0), np.float32(1.0)
+        if not pairs:
+            weights = scores  # overwritten in place
+        while True:
+            item = take(p, 1)
+            if item >= blocks * heads:
+                break
+            head, block = item % heads, blocks - 1 - item // heads  # late queries see more keys: they go first
+            request = num_reqs - 1
+            while simd.load_int64(plan + request * fields + 56) > block:
+                request -= 1
+            row = plan + request * fields
+            begin, num_queries, length = simd.load_int64(row), simd.load_int64(row + 8), simd.load_int64(row + 16)
+            first, base = simd.load_int64(row + 32), simd.load_int64(row + 40)
+            padded = (length - first + pad - 1) // pad * pad
+            start = max(min((block - simd.load_int64(row + 56)) * queries, num_queries - queries), 0)
+            rows = min(num_queries, queries)
+            position = length - num_queries + start  # of the first query
+            x = q + (begin + start) * q_stride + head * head_dim * (2 if pairs else 4)
+            own = (head // per_kv_head * total_keys + base) * head_dim * packed
+            for i in range(0, sums_bytes, 64):
+                simd.store("f32", sums + i, simd.splat(zero))
+            for i in range(0, 128, 64):
+                simd.store("f32", highs + i, simd.splat(low))
+                simd.store("f32", totals + i, simd.splat(zero))
+            if on_tiles:
+                amx.configure(configs + 64 * request)
+            from_key = max(first, (position + 1 - window) // pad * pad) if window > 0 else first
+            for k in range(from_key, position + rows, tile):
+                n = min((position + rows - k + pad - 1) // pad * pad, tile)
+                local = k - first
+                for j in range(0, n, pad):
+                    wj, sj = keys + own + (local + j) * head_dim * packed, scores + 4 * j
+                    if on_tiles:
+                        amx.product(2, 2, 0, wj, inner_bytes, x, q_stride, head_dim, sj, 4 * tile)
+                    else:
+                        for i in range(0, pad, key_panels * lanes):
+                            wi, si = wj + i * head_dim * packed, sj + 4 * i
+                            for r in range(0, rows - rows % rows_together, rows_together):
+                                xr, sr = x + r * q_stride, si + r * 4 * tile
+                                panel_tile(
+                                    method,
+                                    key_panels,
+                                    rows_together,
+                                    1,
+                                    0,
+                                    "f32",
+                                    wi,
+                                    inner_bytes,
+                                    xr,
+                                    q_stride,
+                                    head_dim,
+                                    0,
+                                    sr,
+                                    4 * tile,
+                                )
+                            for r in range(rows - rows % rows_together, rows):
+                                xr, sr = x + r * q_stride, si + r * 4 * tile
+                                panel_tile(
+                                    method,
+                                    key_panels,
+                                    1,
+                                    1,
+                                    0,
+                                    "f32",
+                                    wi,
+                                    inner_bytes,
+                                    xr,
+                                    q_stride,
+                                    head_dim,
+                                    0,
+                                    sr,
+                                    4 * tile,
+                                )
+                for r in range(rows):
+                    mine = scores + r * tile * 4
+                    seen = min(position + r + 1 - k, n)  # keys of this tile that the query sees: [hidden, seen)
+                    hidden = max(position + r + 1 - window - k, 0) if window > 0 else 0
+                    top, factor = simd.splat(low), simd.splat(scale)
+                    if soft_cap > zero:
+                        for j in range(0, n, lanes):
+                            simd.store(
+                                "f32", mine + 4 * j, simd.capped(simd.load("f32", mine + 4 * j) * factor, soft_cap)
+                            )
+                        factor = simd.splat(one)
+                    for j in range(0, n, lanes):
+                        s = simd.load("f32", mine + 4 * j)
+                        if j + lanes > seen or j < hidden:
+                            s = simd.keep_first(s, seen - j, low)
+                            s = simd.keep_from(s, hidden - j, low)
+                            simd.store("f32", mine + 4 * j, s)
+                        top = simd.maximum(s, top)
+                    old = simd.load_one("f32", highs + 4 * r)
+                    high = max(old, simd.highest(top * factor))
+                    below = simd.splat(-high if high > low else zero)  # a row may have seen no key yet
+                    summed = simd.splat(zero)
+                    for j in range(0, n, lanes):
+                        weight = simd.exp_below(simd.fma(simd.load("f32", mine + 4 * j), factor, below))
+                        simd.store(weight_kind, weights + (r * tile + j) * packed, weight)
+                        summed = summed + weight
+                    shrink = simd.exp_one(old - high) if old > low else zero
+                    simd.store("f32", highs + 4 * r, high)
+                    simd.store(
+                        "f32", totals + 4 * r, simd.load_one("f32", totals + 4 * r) * shrink + simd.total(summed)
+                    )
+                    if shrink != one:
+                        for i in range(r * head_dim * 4, (r + 1) * head_dim * 4, 64):
+                            simd.store("f32", sums + i, simd.load("f32", sums + i) * simd.splat(shrink))
+                for i in range(0, dim_panels, together):
+                    wi = values + own + (i * padded + local) * lanes * packed
+                    at, stride, width = sums + i * 64, head_dim * 4, padded * lanes * packed
+                    if on_tiles:
+                        amx.product(2, together, 1, wi, width, weights, tile * packed, n, at, stride)
+                    else:
+                        for r in range(0, rows - rows % rows_together, rows_together):
+                            wr, sr = weights + r * tile * packed, at + r * stride
+                            panel_tile(
+                                method,
+                                together,
+                                rows_together,
+                                1,
+                                0,
+                                "+f32",
+                                wi,
+                                width,
+                                wr,
+                                tile * packed,
+                                n,
+                                0,
+                                sr,
+                                stride,
+                            )
+                        for r in range(rows - rows % rows_together, rows):
+                            wr, sr = weights + r * tile * packed, at + r * stride
+                            panel_tile(
+                                method, together, 1, 1, 0, "+f32", wi, width, wr, tile * packed, n, 0, sr, stride
+                            )
+            for r in range(rows):
+                token = begin + start + r
+                total = simd.load_one("f32", totals + 4 * r)
+                inverse = simd.splat(one / total)
+                for i in range(0, head_dim, lanes):
+                    value = simd.load("f32", sums + (r * head_dim + i) * 4) * inverse
+                    simd.store(kind, out + ((token * heads + head) * head_dim + i) * size, value)
+                if lse != 0:
+                    simd.store(
+                        "f32",
+                        lse + (token * heads + head) * 4,
+                        simd.load_one("f32", highs + 4 * r) + np.float32(math.log(total)),
+                    )
+        if on_tiles:
+            amx.release()
+
+    return body
+
+
+def attend(
+    plan: Plan,
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Attention of the plan's requests, into their rows of ``out`` (contiguous) and ``lse``. The scale is positive."""
+    _, num_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = key_cache.shape
+    kind, size = simd.KINDS[q.dtype], q.element_size()
+    method = _method(q.dtype, head_dim)
+    pairs = method != "f32"
+    if not pairs:
+        q = q.float()
+    num_reqs = plan.table.shape[0]
+    laid_out = torch.empty((2, num_kv_heads, plan.keys, head_dim), dtype=torch.bfloat16 if pairs else torch.float32)
+    _lay_out(kind, int(pairs), head_dim).parallel(
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        block_size,
+        key_cache.stride(0) * size,
+        key_cache.stride(1) * size,
+        block_table.data_ptr(),
+        block_table.stride(0),
+        plan.table.data_ptr(),
+        num_reqs,
+        num_kv_heads,
+        plan.keys,
+        laid_out[0].data_ptr(),
+        laid_out[1].data_ptr(),
+    )
+    configs = plan.table
+    if method == "amx":
+        lengths = plan.table[:, 1].tolist()
+        configs = torch.stack([amx.config_for((16, min(n, QUERIES) - 16), 2) for n in lengths])
+    _attend(method, kind, head_dim).parallel(
+        q.data_ptr(),
+        q.stride(0) * q.element_size(),
+        laid_out[0].data_ptr(),
+        laid_out[1].data_ptr(),
+        plan.keys,
+        plan.table.data_ptr(),
+        num_reqs,
+        plan.blocks,
+        num_heads,
+        num_heads // num_kv_heads,
+        scale,
+        sliding_window or 0,
+        soft_cap or 0.0,
+        out.data_ptr(),
+        0 if lse is None else lse.data_ptr(),
+        configs.data_ptr(),
+    )
+
+
+def _method(dtype: torch.dtype, head_dim: int) -> str:
+    if dtype != torch.bfloat16 or head_dim % 32:
+        return "f32"
+    if amx.available():
+        return "amx"
+    return "bf16dot" if cpu_has("avx512bf16") else "f32"
