@@ -92,7 +92,8 @@ UNWANTED = set(
     naked sex sexy marry married wedding war soldier soldiers murder poison corpse hell devil god jesus bible church
     hate hated stupid fat ugly slave""".split()
 )
-MIN_WORDS, MAX_WORDS, MIN_SENTENCES, RARE = 45, 130, 4, 4
+MIN_WORDS, MAX_WORDS, MIN_SENTENCES = 45, 130, 4
+RARE, MAX_RARE = 4, 2  # a word is rare if fewer stories than this have it; how many of them a story may have
 SENTENCE_END = re.compile(r"""[.!?]["']?(?=\s|$)""")
 
 
@@ -198,7 +199,7 @@ def refusal(story: str) -> str | None:
 
 
 def filter_stories(raw: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """(request, story) of every clean story; those with more than one rare word (found in few stories) are left out too."""
+    """(request, story) of every clean story; those with many rare words are left out too."""
     stories: dict[str, str] = {}
     refused: Counter[str] = Counter()
     for item in raw:
@@ -212,7 +213,7 @@ def filter_stories(raw: list[dict[str, Any]]) -> list[tuple[str, str]]:
             stories[story] = item["request"]
     words_of = {story: set(re.findall(r"[a-z']+", story.lower())) for story in stories}
     frequency = Counter(word for words in words_of.values() for word in words)
-    kept = [(req, s) for s, req in stories.items() if sum(frequency[word] < RARE for word in words_of[s]) <= 1]
+    kept = [(req, s) for s, req in stories.items() if sum(frequency[word] < RARE for word in words_of[s]) <= MAX_RARE]
     print(f"{len(raw)} raw stories: {dict(refused)}; {len(kept)} of the kept ones have only common words")
     return kept
 
