@@ -60,7 +60,7 @@ def _prefill(length: int) -> Workload:
 
 def _decode(batch: int) -> Workload:
     def run(engine: Engine, rng: np.random.Generator, vocab_size: int) -> float:
-        prompts = lambda: [_ids(rng, vocab_size, PROMPT_LEN) for _ in range(batch)]  # noqa: E731
+        prompts = lambda: [_ids(rng, vocab_size, PROMPT_LEN) for _ in range(batch)]
         first = _seconds(engine, prompts(), [1] * batch, batch)
         whole = _seconds(engine, prompts(), [OUTPUT_LEN] * batch, batch)
         return batch * (OUTPUT_LEN - 1) / max(whole - first, 1e-9)

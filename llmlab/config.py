@@ -153,7 +153,7 @@ class ModelConfig:
         architecture = _architecture(raw)
         family = FAMILIES[architecture]
         _check_keys(raw)
-        get = lambda key, default=None: raw.get(key, family.defaults.get(key, default))  # noqa: E731
+        get = lambda key, default=None: raw.get(key, family.defaults.get(key, default))
 
         hidden_size, num_heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
         num_kv_heads = get("num_key_value_heads") or num_heads
@@ -169,7 +169,7 @@ class ModelConfig:
         num_layers = _size(raw, "num_hidden_layers")
         max_position = int(get("max_position_embeddings"))
         attention_bias, mlp_bias = bool(raw.get("attention_bias", False)), bool(raw.get("mlp_bias", False))
-        pick = lambda fixed, configured: configured if fixed is None else fixed  # noqa: E731
+        pick = lambda fixed, configured: configured if fixed is None else fixed
         return cls(
             architecture=architecture,
             vocab_size=_size(raw, "vocab_size"),

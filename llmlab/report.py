@@ -179,7 +179,7 @@ def _render(manifest: Manifest, runs: list[NotebookRun], verdicts: list[dict[str
 def _commit() -> tuple[str | None, bool | None]:
     """Commit of the checkout and whether it has uncommitted changes; None where there is no git."""
     try:
-        run = lambda *args: subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=True)  # noqa: E731
+        run = lambda *args: subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=True)
         return run("rev-parse", "HEAD").stdout.strip(), bool(run("status", "--porcelain").stdout.strip())
     except (OSError, subprocess.CalledProcessError):
         return None, None

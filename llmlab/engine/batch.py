@@ -112,7 +112,7 @@ class Batch:
             prompts = np.fromiter((requests[r].num_prompt_tokens for r in req_ids), np.int64, num_reqs)
             rope_lengths = np.maximum(prompts[row], positions + 1)
 
-        move = lambda array: torch.from_numpy(array).to(device, non_blocking=True)  # noqa: E731
+        move = lambda array: torch.from_numpy(array).to(device, non_blocking=True)
         return Batch(
             req_ids=req_ids,
             input_ids=move(np.array(tokens, np.int64)),

@@ -1,4 +1,4 @@
-"""Triton kernels. In a checkout their sources stand in the top-level ``kernels/`` folder; an installed wheel has them right here."""
+"""Triton kernels. In a checkout they stand in the top-level ``kernels/`` folder; an installed wheel has them right here."""
 
 from pathlib import Path
 

@@ -156,14 +156,14 @@ def silu_bytes() -> dict[str, float]:
     product = activated * up
     two_steps = [gate, activated, activated, up, product]
     fused = [gate_up, ops.silu_and_mul.reference(gate_up)]
-    count = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)  # noqa: E731
+    count = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
     return {"bytes_ratio": count(fused) / count(two_steps)}
 
 
 def head_saved() -> dict[str, float]:
     """C20: LM head of SmolLM2-135M, a prompt of 512 tokens, one row against all."""
     config, length = known_config("smollm2-135m-instruct"), 512
-    head = lambda rows: ops.linear.cost(  # noqa: E731
+    head = lambda rows: ops.linear.cost(
         torch.empty(rows, config.hidden_size, device="meta"),
         torch.empty(config.vocab_size, config.hidden_size, device="meta"),
     )

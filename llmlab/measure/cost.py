@@ -196,7 +196,7 @@ class _Walk:
 
     def step(self) -> Iterator[OpCost]:
         c, tokens = self.config, sum(self.query_lens)
-        act = lambda *shape: self._meta(*shape)  # noqa: E731
+        act = lambda *shape: self._meta(*shape)
         hidden, weight = act(tokens, c.hidden_size), act(c.hidden_size)
         first = self._call("embedding", ops.embedding, self._ids(tokens), act(c.vocab_size, c.hidden_size))
         yield first

@@ -53,7 +53,9 @@ def _absolute(row: Row, before: Row | None) -> list[Regression]:
     if row["spills"]:
         found.append(say("spill", f"{row['spills']} spills", usable and before["spills"] >= row["spills"]))
     if row["ctas"] == 0:
-        message = f"no CTA fits: {row['registers']} registers, {row['warps']} warps, {row['shared_memory']} shared bytes"
+        message = (
+            f"no CTA fits: {row['registers']} registers, {row['warps']} warps, {row['shared_memory']} shared bytes"
+        )
         found.append(say("zero occupancy", message, usable and before["ctas"] == 0))
     return found
 

@@ -52,7 +52,7 @@ def attention_scaling(rope: RopeConfig) -> float:
     factor = p["factor"] if p.get("factor") is not None else rope.max_position_embeddings / original
     if rope.rope_type == "longrope":  # Ding et al. 2024, arXiv:2402.13753
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    mscale = lambda weight: 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0  # noqa: E731
+    mscale = lambda weight: 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
     if p.get("mscale") and p.get("mscale_all_dim"):
         return mscale(p["mscale"]) / mscale(p["mscale_all_dim"])
     return mscale(1.0)  # Peng et al. 2023, arXiv:2309.00071, eq. 22

@@ -201,7 +201,7 @@ def _build(config: ModelConfig, read: Any) -> ModelWeights:
             weight = read(f"{part}.weight", out_features, in_features)
             return Linear(name, weight, read(f"{part}.bias", out_features) if bias else None)
 
-        norm = lambda part, size=hidden: read(f"{part}.weight", size)  # noqa: E731
+        norm = lambda part, size=hidden: read(f"{part}.weight", size)
         return LayerWeights(
             input_layernorm=norm(f"layers.{i}.input_layernorm"),
             qkv_proj=joined("qkv_proj", qkv, qkv_sizes, config.qkv_bias),

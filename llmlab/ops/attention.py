@@ -123,6 +123,6 @@ def merge_attention_states(
     highest = torch.where(highest == float("-inf"), 0.0, highest)
     weight_a, weight_b = torch.exp(lse_a - highest), torch.exp(lse_b - highest)
     total = weight_a + weight_b
-    share = lambda weight, out: torch.where(weight[..., None] > 0, weight[..., None] * out.float(), 0.0)  # noqa: E731
+    share = lambda weight, out: torch.where(weight[..., None] > 0, weight[..., None] * out.float(), 0.0)
     out = (share(weight_a, out_a) + share(weight_b, out_b)) / torch.where(total > 0, total, 1.0)[..., None]
     return out.to(out_a.dtype), torch.log(total) + highest

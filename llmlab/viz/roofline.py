@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
 
 from llmlab.measure.datasheets import Roof
 from llmlab.viz.style import (
@@ -42,8 +43,7 @@ def roofline_figure(points: pd.DataFrame, roofs: Sequence[Roof], title: str) -> 
         points: columns phase, group, intensity, flops_per_s, share (as :func:`llmlab.measure.roofline.points`, phase added).
         roofs: the first is the one that the phases are judged by; the others (other memories) are drawn thin.
     """
-    points = points.reset_index() if "group" not in points.columns else points
-    points = points[points["flops"] > 0]
+    points = _visible(points)
     fig = new_figure(9.2, 5.6)
     axis = fig.add_subplot()
     low = min(0.2, points["intensity"].min() / 2)
@@ -102,11 +102,11 @@ def trail_figure(trails: pd.DataFrame, roof: Roof, title: str) -> Figure:
                 axis.annotate(
                     label,
                     (row.intensity, row.flops_per_s),
-                    (-4, 6) if i == 0 else (4, -13),
+                    (5, -12) if i == 0 else (8, -4),
                     textcoords="offset points",
-                    ha="right" if i == 0 else "left",
                     fontsize=8.5,
                     color=SERIES[i],
+                    path_effects=[withStroke(linewidth=3, foreground="white")],
                     zorder=5,
                 )
         axis.set_xlim(low, high)
@@ -125,7 +125,7 @@ def breakdown_figure(points: pd.DataFrame, title: str) -> Figure:
     Args:
         points: as for :func:`roofline_figure`; columns seconds, least_seconds and bound are used.
     """
-    points = points.reset_index() if "group" not in points.columns else points
+    points = _visible(points)
     phases = list(points["phase"].unique())
     fig = new_figure(9.2, 1.2 + 1.45 * len(phases))
     axes = fig.subplots(len(phases), 1, squeeze=False)[:, 0]
@@ -190,8 +190,8 @@ def sweep_figure(sweep: pd.DataFrame, title: str) -> Figure:
     left.set_title("Time of a step")
     right.set_title("Throughput")
     handles, labels = left.get_legend_handles_labels()
-    handles.append(Line2D([], [], color=SOFT, ls=":", label="roof"))
-    left.legend(handles, [*labels, "allowed by\nthe roof"], title="context (tokens)", loc="upper left")
+    handles.append(Line2D([], [], color=SOFT, ls=":"))
+    fig.legend(handles, [*labels, "allowed by\nthe roof"], title="context (tokens)", loc="outside right center")
     fig.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
     return fig
 
@@ -266,7 +266,7 @@ def kv_share_figure(shares: pd.DataFrame, marks: Mapping[str, float], title: str
     fig = new_figure(7.6, 5.0)
     axis = fig.add_subplot()
     batches, contexts = shares.index.to_numpy(float), shares.columns.to_numpy(float)
-    edges = lambda centres: np.append(centres / 2**0.5, centres[-1] * 2**0.5)  # noqa: E731
+    edges = lambda centres: np.append(centres / 2**0.5, centres[-1] * 2**0.5)
     filled = axis.pcolormesh(edges(contexts), edges(batches), 100 * shares.to_numpy(), cmap="cividis", vmin=0, vmax=100)
     for ls, (label, tokens) in zip(("-", "--", ":", "-."), marks.items()):
         axis.plot(edges(contexts), tokens / edges(contexts), color="white", lw=3.4, solid_capstyle="butt")
@@ -284,6 +284,13 @@ def kv_share_figure(shares: pd.DataFrame, marks: Mapping[str, float], title: str
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1)
     axis.set_title(title)
     return fig
+
+
+def _visible(points: pd.DataFrame) -> pd.DataFrame:
+    """Without groups that do no arithmetic, or take less than half a percent of either phase."""
+    points = points.reset_index() if "group" not in points.columns else points
+    shown = points.groupby("group")["share"].transform("max") >= 0.005
+    return points[shown & (points["flops"] > 0)]
 
 
 def _labels(trail: pd.DataFrame) -> list[tuple[Any, str]]:

@@ -39,7 +39,7 @@ def stage_table(ledger: Ledger) -> pd.DataFrame:
 
 def _shapes(record: object) -> str:
     """``[34, 576] → [34, 960]``: the first argument and the first result."""
-    shape = lambda role: next((list(t.shape) for t in record.tensors if t.role == role), None)  # noqa: E731
+    shape = lambda role: next((list(t.shape) for t in record.tensors if t.role == role), None)
     first, out = shape("in"), shape("out")
     return f"{first} → {out}" if out is not None else f"{first} → cache"
 

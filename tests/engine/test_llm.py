@@ -82,7 +82,9 @@ def test_length_dependent_rope_in_generate(random_hf_model, rope_type):
     llm = make(folder, max_model_len=60, max_num_batched_tokens=9)
     for prompt in prompts:  # one after the other, so that a later one could hit an earlier one's blocks
         (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
-        fresh = type(model).from_pretrained(folder)  # a used one keeps the frequencies of the longest sequence it has seen
+        fresh = type(model).from_pretrained(
+            folder
+        )  # a used one keeps the frequencies of the longest sequence it has seen
         assert output.outputs[0].token_ids == hf_greedy(fresh, prompt, 12), len(prompt)
 
 

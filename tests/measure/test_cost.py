@@ -164,7 +164,7 @@ def test_decode_attention_has_the_groups_intensity() -> None:
 
 
 def test_keys_and_values_in_fewer_bytes_cost_less() -> None:
-    table = lambda kv: cost_table(decode_costs(LLAMA, 8, 4096, kv_dtype=kv))  # noqa: E731
+    table = lambda kv: cost_table(decode_costs(LLAMA, 8, 4096, kv_dtype=kv))
     half, full = table(torch.float8_e4m3fn), table(None)
     assert half.loc["attention", "bytes"] / full.loc["attention", "bytes"] == pytest.approx(0.5, rel=0.01)
     assert half.loc["gate+up", "bytes"] == full.loc["gate+up", "bytes"]

@@ -287,6 +287,16 @@ def test_every_kernel_file_is_found_and_its_cases_have_names_of_their_own() -> N
         static_report.collect(["sm_75"])
 
 
+def test_the_committed_baselines_hold_no_defect() -> None:
+    """A baseline makes a known defect a notice: so that none slips in with a new baseline, there may be none."""
+    baselines = sorted((Path(__file__).parents[2] / "data" / "static_report").glob("triton-*.json"))
+    assert baselines
+    for path in baselines:
+        document = json.loads(path.read_text())
+        assert document["triton"].startswith(path.stem.removeprefix("triton-")), path
+        assert not [str(regression) for regression in compare(document["rows"], document["rows"])], path
+
+
 def test_jobs_change_nothing() -> None:
     def rows(jobs: int) -> list[dict[str, Any]]:
         found = static_report.collect(["sm_90", "sm_80"], "mlp/silu_and_mul_bfloat16", jobs=jobs)

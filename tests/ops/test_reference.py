@@ -45,7 +45,7 @@ def sdpa(q, k, v, scale, window=None):
     mask = seen <= own
     if window:
         mask &= seen > own - window
-    heads_first = lambda x: x.double().transpose(0, 1)[None]  # noqa: E731
+    heads_first = lambda x: x.double().transpose(0, 1)[None]
     out = torch.nn.functional.scaled_dot_product_attention(
         heads_first(q), heads_first(k), heads_first(v), attn_mask=mask, scale=scale, enable_gqa=True
     )
@@ -98,8 +98,8 @@ def test_merge_of_a_split_is_the_whole():
 
 
 def test_merge_known_values_and_empty_parts():
-    out = lambda value: torch.full((1, 1, 2), value)  # noqa: E731
-    lse = lambda value: torch.full((1, 1), value)  # noqa: E731
+    out = lambda value: torch.full((1, 1, 2), value)
+    lse = lambda value: torch.full((1, 1), value)
     merged, total = ops.merge_attention_states.reference(out(1.0), lse(0.0), out(3.0), lse(math.log(3)))
     assert merged[0, 0, 0].item() == pytest.approx(2.5)
     assert total.item() == pytest.approx(math.log(4))

@@ -108,7 +108,7 @@ def crossover_table() -> pd.DataFrame:
 
 
 def share_table() -> pd.DataFrame:
-    share = lambda b, c: cost_table(decode_costs(CONFIG, b, c)).loc["attention", "bytes_share"]  # noqa: E731
+    share = lambda b, c: cost_table(decode_costs(CONFIG, b, c)).loc["attention", "bytes_share"]
     return pd.DataFrame({c: {b: share(b, c) for b in (1, 4, 16, 64)} for c in (256, 1024, 4096)})
 
 

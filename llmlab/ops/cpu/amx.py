@@ -74,9 +74,9 @@ def product(
     """``sums[16·blocks, 16·panels] = x · panels`` in float32 (``+=`` with ``add``; the first three are literals)."""
     num_blocks, num_panels, adding = literal(blocks), literal(panels), literal(add)
     spare = 8 - num_blocks * num_panels - num_blocks
-    total = lambda m, n: m * num_panels + n  # noqa: E731
-    inputs = lambda m: num_blocks * num_panels + m  # noqa: E731
-    weights = lambda n: num_blocks * num_panels + num_blocks + n % spare  # noqa: E731
+    total = lambda m, n: m * num_panels + n
+    inputs = lambda m: num_blocks * num_panels + m
+    weights = lambda n: num_blocks * num_panels + num_blocks + n % spare
 
     def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
         *_, w, panel_bytes, x, x_stride, in_features, sums, sums_stride = args

@@ -187,7 +187,7 @@ def paged_attention(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     tokens, num_heads, head_dim = q.shape
-    num_blocks, block_size, num_kv_heads, _ = key_cache.shape
+    _, block_size, num_kv_heads, _ = key_cache.shape
     kind = simd.KINDS.get(q.dtype)
     if (
         kind is None

@@ -153,23 +153,21 @@ def _word(b: ir.IRBuilder, row: ir.Value, offset: int, kind: ir.Type, index: ir.
 @intrinsic
 def arg(typingctx: Any, p: Any, index: Any) -> Any:
     """``arg(p, index) -> int64``: an argument (from 0), an integer or a pointer."""
-    code = lambda context, b, sig, args: b.load(_word(b, args[0], 16, simd.I64, args[1]))  # noqa: E731
+    code = lambda context, b, sig, args: b.load(_word(b, args[0], 16, simd.I64, args[1]))
     return types.int64(types.int64, types.int64), code
 
 
 @intrinsic
 def number(typingctx: Any, p: Any, index: Any) -> Any:
     """``number(p, index) -> float64``: an argument that is a float."""
-    code = lambda context, b, sig, args: b.load(_word(b, args[0], 16, ir.DoubleType(), args[1]))  # noqa: E731
+    code = lambda context, b, sig, args: b.load(_word(b, args[0], 16, ir.DoubleType(), args[1]))
     return types.float64(types.int64, types.int64), code
 
 
 @intrinsic
 def take(typingctx: Any, p: Any, count: Any) -> Any:
     """``take(p, count) -> int64``: the first of the next ``count`` pieces of work that no thread has taken yet."""
-    code = lambda context, b, sig, args: b.atomic_rmw(  # noqa: E731
-        "add", _word(b, args[0], 0, simd.I64), args[1], "acq_rel"
-    )
+    code = lambda context, b, sig, args: b.atomic_rmw("add", _word(b, args[0], 0, simd.I64), args[1], "acq_rel")
     return types.int64(types.int64, types.int64), code
 
 

@@ -148,7 +148,7 @@ def emit_sums(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
         upper = [lane + group // 2 for lane in lower]
         if both:
             lower, upper = lower + [width + lane for lane in lower], upper + [width + lane for lane in upper]
-        pick = lambda lanes: ir.Constant(_vector(I32, len(lanes)), lanes)  # noqa: E731
+        pick = lambda lanes: ir.Constant(_vector(I32, len(lanes)), lanes)
         return b.fadd(b.shuffle_vector(x, y, pick(lower)), b.shuffle_vector(x, y, pick(upper)))
 
     group, width = LANES, LANES
@@ -197,7 +197,7 @@ def store(typingctx: Any, kind: Any, address: Any, value: Any) -> Any:
 def rounded(typingctx: Any, kind: Any, value: Any) -> Any:
     """``rounded(kind, value)``: the value as the storage kind would hold it, still float32."""
     own = float32x16 if value == float32x16 else types.float32
-    code = lambda context, b, sig, args: emit_decode(b, _literal(kind), emit_encode(b, _literal(kind), args[1]))  # noqa: E731
+    code = lambda context, b, sig, args: emit_decode(b, _literal(kind), emit_encode(b, _literal(kind), args[1]))
     return own(kind, own), code
 
 
@@ -297,14 +297,14 @@ def total(typingctx: Any, x: Any) -> Any:
 @intrinsic
 def highest(typingctx: Any, x: Any) -> Any:
     """``highest(x) -> float32``: the greatest lane."""
-    code = lambda context, b, sig, args: call(b, "llvm.vector.reduce.fmax.v16f32", F32, args[0])  # noqa: E731
+    code = lambda context, b, sig, args: call(b, "llvm.vector.reduce.fmax.v16f32", F32, args[0])
     return types.float32(float32x16), code
 
 
 @intrinsic
 def maximum(typingctx: Any, x: Any, y: Any) -> Any:
     """``maximum(x, y)`` of each lane."""
-    code = lambda context, b, sig, args: b.select(b.fcmp_ordered(">", *args), *args)  # noqa: E731
+    code = lambda context, b, sig, args: b.select(b.fcmp_ordered(">", *args), *args)
     return float32x16(float32x16, float32x16), code
 
 
@@ -337,7 +337,7 @@ def emit_exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     x = n·ln 2 + r with |r| ≤ ln 2 / 2 (Cody & Waite: ln 2 in two parts), e^r by a polynomial of degree 7 (the coefficients
     of Cephes' expf), 2ⁿ by adding n to the exponent.
     """
-    number = lambda value: ir.Constant(VEC, [value] * LANES)  # noqa: E731
+    number = lambda value: ir.Constant(VEC, [value] * LANES)
     n = call(b, "llvm.rint.v16f32", VEC, b.fmul(x, number(1.44269504088896341)))
     n = b.select(b.fcmp_ordered(">", n, number(127.0)), number(127.0), n)
     r = emit_fma(b, n, number(-0.693359375), x)
@@ -354,7 +354,7 @@ def emit_exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 def emit_exp_below(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """:func:`emit_exp` of lanes that are not above 0, with half the instructions: no overflow to look after."""
-    number = lambda value: ir.Constant(VEC, [value] * LANES)  # noqa: E731
+    number = lambda value: ir.Constant(VEC, [value] * LANES)
     n = call(b, "llvm.rint.v16f32", VEC, b.fmul(x, number(1.44269504088896341)))
     r = emit_fma(b, n, number(2.12194440e-4), emit_fma(b, n, number(-0.693359375), x))
     y = number(1.9875691500e-4)
@@ -380,14 +380,14 @@ def exp_below(typingctx: Any, x: Any) -> Any:
 @intrinsic
 def exp_one(typingctx: Any, x: Any) -> Any:
     """``exp_one(float32) -> float32``, the same function."""
-    code = lambda context, b, sig, args: b.extract_element(emit_exp(b, emit_splat(b, args[0])), ir.Constant(I32, 0))  # noqa: E731
+    code = lambda context, b, sig, args: b.extract_element(emit_exp(b, emit_splat(b, args[0])), ir.Constant(I32, 0))
     return types.float32(types.float32), code
 
 
 def _arithmetic(function: Any, instruction: str) -> None:
     @intrinsic
     def apply(typingctx: Any, x: Any, y: Any) -> Any:
-        code = lambda context, b, sig, args: getattr(b, instruction)(*args)  # noqa: E731
+        code = lambda context, b, sig, args: getattr(b, instruction)(*args)
         return float32x16(float32x16, float32x16), code
 
     @overload(function)
