@@ -239,7 +239,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600, help="training steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=500, help="training steps (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     args = parser.parse_args()
     if args.threads:
