@@ -46,13 +46,13 @@ from llmlab.interpreter.versions import SUPPORTED_TRITON, UnsupportedTritonError
 
 
 @dataclass(frozen=True)
-class _Session:
+class _Checking:
     checks: Checks
     findings: list[Finding]
     raise_on_findings: bool
 
 
-_session: ContextVar[_Session | None] = ContextVar("llmlab_interpreter_session", default=None)
+_checking: ContextVar[_Checking | None] = ContextVar("llmlab_interpreter_checking", default=None)
 
 
 @contextmanager
@@ -62,12 +62,12 @@ def checked(checks: Checks | None = None, *, raise_on_findings: bool = False) ->
     Yields the list that findings are appended to. With ``raise_on_findings`` a run that finds something raises KernelFindings
     when it ends. Blocks may be nested: the inner one holds.
     """
-    session = _Session(Checks() if checks is None else checks, [], raise_on_findings)
-    token = _session.set(session)
+    checking = _Checking(Checks() if checks is None else checks, [], raise_on_findings)
+    token = _checking.set(checking)
     try:
-        yield session.findings
+        yield checking.findings
     finally:
-        _session.reset(token)
+        _checking.reset(token)
 
 
 def run(kernel: Any, grid: Any, *args: Any, checks: Checks | None = None, **kwargs: Any) -> list[Finding]:
@@ -79,9 +79,9 @@ def run(kernel: Any, grid: Any, *args: Any, checks: Checks | None = None, **kwar
     Raises ValueError for arguments that do not fit the kernel or lie on another device, KernelError (with the cause) when the
     kernel itself fails, KernelFindings where ``checked(raise_on_findings=True)`` asks for it.
     """
-    session = _session.get()
+    checking = _checking.get()
     if checks is None:
-        checks = session.checks if session is not None else None
+        checks = checking.checks if checking is not None else None
     if checks is None:
         run_unchecked(kernel, grid, args, kwargs)
         return []
@@ -89,9 +89,9 @@ def run(kernel: Any, grid: Any, *args: Any, checks: Checks | None = None, **kwar
     plain, kwargs = unwrap_kernel(kernel, args, kwargs)
     values = bind(plain, args, kwargs)
     findings = run_with_checks(plain, normalise_grid(grid, values), values, checks)
-    if session is not None:
-        session.findings.extend(findings)
-        if session.raise_on_findings and findings:
+    if checking is not None:
+        checking.findings.extend(findings)
+        if checking.raise_on_findings and findings:
             raise KernelFindings(findings)
     return findings
 

@@ -7,8 +7,8 @@ to them. The runtime comes in as the argument of an enclosing factory, so one tr
 import ast
 import inspect
 from collections.abc import Callable
-from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from triton.runtime.jit import JITFunction
 
@@ -36,9 +36,21 @@ class UntranslatableError(SyntaxError):
     """The kernel uses Python that Triton's language does not have."""
 
 
-@cache
-def translate(kernel: JITFunction) -> Callable[[Any], Callable[..., Any]]:
+Factory = Callable[[Any], Callable[..., Any]]
+
+# By the Python function, and only as long as it lives. (To hash a JITFunction is to hash all that it would compile.)
+_TRANSLATIONS: WeakKeyDictionary[Callable[..., Any], Factory] = WeakKeyDictionary()
+
+
+def translate(kernel: JITFunction) -> Factory:
     """``factory(runtime) -> function``, the function taking the kernel's parameters by position."""
+    factory = _TRANSLATIONS.get(kernel.fn)
+    if factory is None:
+        factory = _TRANSLATIONS[kernel.fn] = _translate(kernel)
+    return factory
+
+
+def _translate(kernel: JITFunction) -> Factory:
     file, line = location(kernel)
     tree = kernel.parse()
     definition = _Rewriter(file).visit(tree.body[0])

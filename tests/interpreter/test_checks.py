@@ -328,7 +328,7 @@ def test_asserts_hold_or_raise() -> None:
         run(_asserts, (1,), out, 12)
 
 
-def test_sessions_collect_nest_and_raise() -> None:
+def test_checked_blocks_collect_nest_and_raise() -> None:
     x, out = torch.randn(40), torch.zeros(40)
     bad = {"B": 16, "MASK_LOAD": False, "MASK_STORE": True}
     with checked() as outer:
