@@ -6,7 +6,7 @@ import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from llmlab.sampling.params import SamplingParams
 from llmlab.sampling.sampler import Sampler
 from llmlab.tokenizer import NoTokenizer, Tokenizer, has_tokenizer
 
+if TYPE_CHECKING:
+    from llmlab.sampling.processors import LogitsProcessor
+
 
 class LLM:
     """A model, its tokenizer and an engine, for offline use.
@@ -37,7 +40,8 @@ class LLM:
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:0" …
         backend: "torch" (on a CPU: the fast twins), "triton" (on a CPU: interpreted, for correctness), "reference" (plain
             torch everywhere); "auto" is Triton on a GPU and torch on a CPU.
-        seed: from which the seeds of requests without one are derived; None for fresh entropy.
+        seed: from which the seeds of requests without one are derived: the same script gives the same outputs each time it
+            is started; None for fresh entropy.
         block_size: tokens in a KV block.
         num_kv_blocks, kv_cache_memory_bytes: size of the KV cache, as one or the other; None for what the longest allowed
             batch could use, within a quarter of the free memory (nine tenths on a GPU).
@@ -46,6 +50,9 @@ class LLM:
         long_prefill_token_threshold: longest prefill chunk in one step; 0 for no limit but the token budget.
         scheduling_policy: "fcfs" or "priority". preemption_mode: "recompute" or "swap" (to ``num_host_blocks`` host blocks,
             as many as the device has by default).
+        reserve_full_prompt: admit a request only when blocks for its whole prompt are free.
+        logprobs_mode: "raw_logprobs" (the model's own) or "processed_logprobs" (of what is sampled from).
+        logits_processors: custom ones (:class:`llmlab.sampling.processors.LogitsProcessor`), applied in order.
         tensor_parallel_size: only 1 so far.
         enforce_eager: accepted for vLLM's sake; nothing is captured in graphs yet.
 
@@ -77,6 +84,7 @@ class LLM:
         num_host_blocks: int | None = None,
         reserve_full_prompt: bool = False,
         logprobs_mode: str = "raw_logprobs",
+        logits_processors: Sequence[LogitsProcessor] = (),
         tensor_parallel_size: int = 1,
         enforce_eager: bool = False,
     ):
@@ -128,6 +136,7 @@ class LLM:
                 self.tokenizer,
                 ops=self.model.ops,
                 logprobs_mode=logprobs_mode,
+                logits_processors=logits_processors,
                 seed=seed,
             ),
             self.tokenizer,

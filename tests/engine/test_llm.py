@@ -313,3 +313,23 @@ def test_default_model_speaks(default_model):
     assert "Paris" in answer.outputs[0].text
     assert answer.outputs[0].finish_reason == "stop"
     assert answer.prompt.count("<|im_start|>assistant") == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*has no tokenizer")
+def test_custom_logits_processors(hf):
+    from llmlab.sampling.processors import LogitsProcessor
+
+    class OnlyToken(LogitsProcessor):
+        """Leaves one token, whatever the model says."""
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def apply(self, logits, requests):
+            kept = logits[:, 41].clone()
+            logits.fill_(float("-inf"))
+            logits[:, 41] = kept
+            return logits
+
+    (output,) = make(hf[1], logits_processors=[OnlyToken()]).generate([[1, 2]], GREEDY, use_tqdm=False)
+    assert output.outputs[0].token_ids == [41] * 12
