@@ -94,7 +94,7 @@ def sum_splits_kernel(
 def linear_tma_kernel(
     x_desc,  # [M, K] in blocks [BLOCK_M, BLOCK_K]
     weight_desc,  # [N, K] in blocks [BLOCK_N, BLOCK_K]
-    out_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N / EPILOGUE]
+    out_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N]
     bias_ptr,
     M,
     N,
@@ -140,10 +140,15 @@ class GemmTile:
 SMALL_TILES = {
     16: GemmTile(16, 32, 128, 4, 5),
     32: GemmTile(32, 64, 128, 4, 4),
-    64: GemmTile(64, 64, 128, 4, 3),
+    128: GemmTile(64, 64, 128, 4, 3),
 }
 PLAIN_TILE = GemmTile(128, 128, 64, 8, 3)
-TMA_TILE = GemmTile(128, 256, 64, 8, 3, tma=True)
+# With the share of the tensor cores' rate that each may reach by its ratio of products to bytes of shared memory read.
+TMA_TILES = {
+    GemmTile(128, 256, 64, 8, 3, tma=True): 1.0,
+    GemmTile(128, 128, 64, 8, 4, tma=True): 0.85,
+    GemmTile(64, 128, 64, 4, 4, tma=True): 0.6,
+}
 CDNA_STAGES = 2  # 64 KiB of shared memory hold no more
 FLOAT32_TILE = GemmTile(32, 64, 32, 4, 2)  # full float32 has no tensor cores: for exactness and not for speed
 GROUP_M = 8
@@ -174,10 +179,21 @@ def choose_tile(x: Tensor, weight: Tensor) -> GemmTile:
     if x.dtype == torch.float32:
         return FLOAT32_TILE
     fitting = [tile for rows, tile in SMALL_TILES.items() if x.shape[0] <= rows]
-    if not fitting and has_tma(x.device) and tma_ready(x) and tma_ready(weight):
-        return TMA_TILE
+    out_ready = weight.shape[0] * x.element_size() % 16 == 0
+    if not fitting and has_tma(x.device) and tma_ready(x) and tma_ready(weight) and out_ready:
+        return choose_tma_tile(x.shape[0], weight.shape[0], sm_count(x.device))
     tile = fitting[0] if fitting else PLAIN_TILE
     return replace(tile, num_stages=CDNA_STAGES) if architecture(x.device) == "cdna" else tile
+
+
+def choose_tma_tile(num_rows: int, num_cols: int, num_sms: int) -> GemmTile:
+    """The tile with the least time by waves: a large one where there are enough of them, else one that fills the machine."""
+
+    def time(tile: GemmTile) -> float:
+        tiles = ceil_div(num_rows, tile.block_m) * ceil_div(num_cols, tile.block_n)
+        return ceil_div(tiles, num_sms) * tile.block_m * tile.block_n / TMA_TILES[tile]
+
+    return min(TMA_TILES, key=time)
 
 
 def choose_split(num_rows: int, num_cols: int, depth: int, tile: GemmTile, num_sms: int) -> int:
@@ -298,7 +314,7 @@ def compile_cases() -> list[CompileCase]:
             capture(name, lambda: run_tile(x, weight, None, tile, 1), work=gemm_work(tile, 2), targets=targets)
         )
 
-    for rows in (1, 32, 64, 4096):
+    for rows in (1, 32, 128, 256, 512, 4096):
         add(f"rows{rows}", rows, 4096, 4096)
     add("rows4096_bias", 4096, 6144, 4096, with_bias=True)
     add("rows1_bias", 1, 6144, 4096, with_bias=True)

@@ -203,7 +203,7 @@ def paged_attention_kernel(
     dims = tl.arange(0, BLOCK_D)
     queries = first_query + rows // HEADS_PER_TILE
     heads = part * HEADS_PER_TILE + rows % HEADS_PER_TILE
-    q_heads = kv_head * GROUP + heads
+    q_heads = (kv_head * GROUP + heads).to(tl.int64)
     row_mask = (queries < query_len) & (rows < BLOCK_Q * HEADS_PER_TILE) & (heads < GROUP)
     q_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
     tokens = (query_start + queries).to(tl.int64)
@@ -464,6 +464,9 @@ def check_attention(
         ("block_table", block_table),
     ):
         require_unit_stride(f"paged_attention: {name}", tensor)
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.shape[1] * cache.stride(1) >= 2**31:
+            raise ValueError(f"paged_attention: a block of {name} spans 2^31 elements or more")
     if not scale > 0.0:
         raise ValueError(f"paged_attention: scale must be positive, not {scale}")
     if sliding_window is not None and sliding_window < 1:

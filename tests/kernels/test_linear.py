@@ -10,9 +10,10 @@ from llmlab.kernels.linear import (
     FLOAT32_TILE,
     PLAIN_TILE,
     SMALL_TILES,
-    TMA_TILE,
+    TMA_TILES,
     choose_split,
     choose_tile,
+    choose_tma_tile,
     linear,
     run_tile,
 )
@@ -61,14 +62,14 @@ def test_every_tile_and_split(assert_near, tile, split):
         assert_near(run_tile(x, weight, bias, tile, split), product(x, weight, bias))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_the_persistent_kernel(assert_near, dtype, with_bias):
+@pytest.mark.parametrize("tile", TMA_TILES, ids=str)
+@pytest.mark.parametrize(("dtype", "with_bias"), [(torch.float16, True), (torch.bfloat16, False)])
+def test_the_persistent_kernel(assert_near, tile, dtype, with_bias):
     """More tiles than programs (one, on a CPU), and edges in all three directions."""
-    rows, cols, depth = 2 * TMA_TILE.block_m + 24, TMA_TILE.block_n + 40, 2 * TMA_TILE.block_k + 8
+    rows, cols, depth = 2 * tile.block_m + 24, tile.block_n + 40, 2 * tile.block_k + 8
     x, weight = matrix(rows, depth, dtype, 0, pad=0), matrix(cols, depth, dtype, 1, pad=0)
     bias = matrix(1, cols, dtype, 2)[0].contiguous() if with_bias else None
-    assert_near(run_tile(x, weight, bias, TMA_TILE, 1), product(x, weight, bias))
+    assert_near(run_tile(x, weight, bias, tile, 1), product(x, weight, bias))
 
 
 def test_splits_give_the_same_bits_every_time():
@@ -92,11 +93,17 @@ def meta(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Ten
 def test_the_tile_follows_the_shape():
     weight = meta(4096, 4096)
     assert choose_tile(meta(1, 4096), weight) == SMALL_TILES[16]
-    assert choose_tile(meta(64, 4096), weight) == SMALL_TILES[64]
-    assert choose_tile(meta(65, 4096), weight) == TMA_TILE
-    assert choose_tile(meta(65, 4100)[:, :4096], weight) == PLAIN_TILE, "a stride of 8200 bytes is none for TMA"
-    assert choose_tile(torch.empty(65, 64, dtype=torch.bfloat16), weight) == PLAIN_TILE, "no TMA on a CPU"
+    assert choose_tile(meta(128, 4096), weight) == SMALL_TILES[128]
+    assert choose_tile(meta(129, 4096), weight).tma
+    assert choose_tile(meta(129, 4100)[:, :4096], weight) == PLAIN_TILE, "a stride of 8200 bytes is none for TMA"
+    assert choose_tile(meta(129, 4096), meta(4100, 4096)) == PLAIN_TILE, "nor is it for the result"
+    assert choose_tile(torch.empty(129, 64, dtype=torch.bfloat16), weight) == PLAIN_TILE, "no TMA on a CPU"
     assert choose_tile(meta(1, 64, torch.float32), meta(8, 64, torch.float32)) == FLOAT32_TILE
+
+
+def test_large_tiles_need_enough_of_them():
+    sizes = [choose_tma_tile(rows, 4096, 132) for rows in (256, 512, 1024, 4096)]
+    assert [(tile.block_m, tile.block_n) for tile in sizes] == [(64, 128), (128, 128), (128, 256), (128, 256)]
 
 
 def test_splits_fill_the_machine_while_parts_stay_small():
@@ -104,7 +111,7 @@ def test_splits_fill_the_machine_while_parts_stay_small():
     assert choose_split(1, 4096, 4096, tile, 132) == 4, "128 tiles are less than two waves of 132"
     assert choose_split(1, 128256, 4096, tile, 132) == 1
     assert choose_split(1, 576, 576, tile, 132) == 1, "too shallow to cut"
-    assert choose_split(4096, 4096, 4096, TMA_TILE, 132) == 1
+    assert choose_split(4096, 4096, 4096, next(iter(TMA_TILES)), 132) == 1
 
 
 def test_nothing_in_nothing_out():
