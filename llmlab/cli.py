@@ -49,34 +49,47 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
 
     fetch = commands.add_parser("fetch", help="get a model, without a model hub for the known names")
-    fetch.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="known name or hub id (default: %(default)s)")
+    fetch.add_argument(
+        "model", nargs="?", default=DEFAULT_MODEL, help="smollm2-135m-instruct, tiny or a hub id (default: %(default)s)"
+    )
     fetch.set_defaults(run=_fetch)
 
     generate = commands.add_parser("generate", help="complete a prompt, or answer it with --chat")
-    generate.add_argument("prompt")
+    generate.add_argument("prompt", help="the text to complete, or with --chat the question to answer")
     _engine_arguments(generate)
     generate.add_argument("--chat", action="store_true", help="use the model's chat template")
-    generate.add_argument("--max-tokens", type=int, default=128)
-    generate.add_argument("--temperature", type=float, default=0.0)
-    generate.add_argument("--top-p", type=float, default=1.0)
-    generate.add_argument("--seed", type=int)
+    generate.add_argument("--max-tokens", type=int, default=128, help="longest output (default: %(default)s)")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
+    generate.add_argument(
+        "--top-p", type=float, default=1.0, help="smallest set of tokens with this mass (default: %(default)s)"
+    )
+    generate.add_argument("--seed", type=int, help="of the random generator; needs a temperature to matter")
     generate.add_argument("--json", action="store_true", help="print the output with its figures as JSON")
     generate.set_defaults(run=_generate)
 
     bench = commands.add_parser("bench", help="measure throughput on the standard workloads, beside peers if asked")
     _engine_arguments(bench)
     bench.add_argument(
-        "--against", nargs="*", default=[], metavar="PEER", help="peers to run in turns: hf, vllm, llama.cpp"
+        "--against", nargs="*", default=[], metavar="PEER", help="peers to run in turns: hf, vllm (where installed)"
     )
-    bench.add_argument("--workloads", nargs="+", metavar="NAME", help="such as prefill512 decode1 mixed (default: all)")
-    bench.add_argument("--repeats", type=int, default=3)
-    bench.add_argument("--json", action="store_true")
+    bench.add_argument(
+        "--workloads",
+        nargs="+",
+        metavar="NAME",
+        help="of prefill512 prefill2048 decode1 decode8 decode32 mixed (default: all)",
+    )
+    bench.add_argument(
+        "--repeats", type=int, default=3, help="counted turns, after one to warm up (default: %(default)s)"
+    )
+    bench.add_argument("--json", action="store_true", help="print the table as JSON")
     bench.set_defaults(run=_bench)
 
-    commands.add_parser("kernels", help="compile every kernel for a GPU that need not be there; report what came out")
+    commands.add_parser(
+        "kernels", help="compile every kernel for a GPU that need not be there; registers, spills, tensor cores"
+    )
 
     doctor = commands.add_parser("doctor", help="say what this machine has, and what that means")
-    doctor.add_argument("--json", action="store_true")
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     doctor.set_defaults(run=_doctor)
     return parser
 

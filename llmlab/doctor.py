@@ -73,7 +73,7 @@ def _gpu() -> Finding:
         return Finding(
             "GPU",
             "none",
-            "models run on the CPU; GPU results shown in notebooks are stored ones, with their machine and date",
+            "models run on the CPU; kernels can still be compiled and interpreted",
         )
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return Finding("GPU", ", ".join(names), "device='auto' uses the first with the Triton backend")
@@ -134,7 +134,13 @@ def _packages() -> list[Finding]:
 def _models() -> list[Finding]:
     from llmlab.hub import PACKAGED_MODELS, models_dir, tiny_model_dir
 
-    found = [_model("tiny", tiny_model_dir(), "committed with the project; tests and interpreter runs use it")]
+    found = [
+        _model(
+            "tiny",
+            tiny_model_dir(),
+            "part of the project; tests and interpreter runs use it",
+        )
+    ]
     for name in PACKAGED_MODELS:
         found.append(_model(name, models_dir() / name, f"if absent: llmlab fetch {name}"))
     return found

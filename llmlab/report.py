@@ -15,8 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from llmlab.doctor import as_dicts, examine
 from llmlab.hub import resolve_model
 
@@ -75,12 +73,9 @@ def build_report(model: str, device: str = "auto", out: str | None = None, only:
         machine=as_dicts(examine()),
     )
     runs = []
-    with tqdm(notebooks, desc="Notebooks", dynamic_ncols=True) as bar:
-        for notebook in bar:
-            bar.set_postfix_str(notebook.stem)
-            runs.append(
-                _execute(notebook, folder, {"model": str(path), "device": device, "out": str(folder.resolve())})
-            )
+    for i, notebook in enumerate(notebooks, start=1):
+        parameters = {"model": str(path), "device": device, "out": str(folder.resolve())}
+        runs.append(_execute(notebook, folder, parameters, f"{i}/{len(notebooks)} {notebook.stem}, cell"))
     manifest.seconds = round(time.perf_counter() - start, 1)
     manifest.notebooks = [{k: v for k, v in asdict(run).items() if k not in ("html", "figure")} for run in runs]
     page = _render(manifest, runs, _verdicts(folder))
@@ -105,7 +100,7 @@ def _select(notebooks: list[Path], only: list[str] | None) -> list[Path]:
     return chosen
 
 
-def _execute(notebook: Path, folder: Path, parameters: dict[str, str]) -> NotebookRun:
+def _execute(notebook: Path, folder: Path, parameters: dict[str, str], progress: str) -> NotebookRun:
     """Run one notebook with those of the parameters that it declares; a copy with its outputs stays in the folder."""
     import nbformat
     import papermill
@@ -121,7 +116,8 @@ def _execute(notebook: Path, folder: Path, parameters: dict[str, str]) -> Notebo
             parameters={name: value for name, value in parameters.items() if name in declared},
             kernel_name="python3",
             cwd=str(notebook.parent),
-            progress_bar=False,
+            progress_bar={"desc": progress, "unit": "cell", "dynamic_ncols": True},
+            extra_arguments=["--log-level=ERROR"],  # of the kernel: its remarks about TCP would tear the bar
         )
     except papermill.PapermillExecutionError as failure:
         error = f"cell {failure.exec_count}: {failure.ename}: {failure.evalue}"

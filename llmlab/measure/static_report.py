@@ -252,7 +252,7 @@ def baseline_document(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """Print the report; with ``--baseline`` compare and return 1 where the gate fails, or where something does not compile."""
     parser = argparse.ArgumentParser(
-        prog="static_report", description="What a compiler makes of every kernel, without a GPU."
+        prog="llmlab kernels", description="What a compiler makes of every kernel, without a GPU."
     )
     parser.add_argument(
         "--target", action="append", choices=sorted(TARGETS), help="may be given several times; default sm_90"
