@@ -70,17 +70,17 @@ def weigh_windows(row_ptr, vocab_size, highest, BLOCK: tl.constexpr, WINDOWS: tl
     """(counts[W] int32, masses[W] int64, the row's whole mass) of the logits within 2, 4, 8, 16 of the highest."""
     cols = tl.arange(0, BLOCK)
     thresholds = highest - (2 << tl.arange(0, WINDOWS)).to(tl.float32)
-    counts = tl.zeros([WINDOWS], tl.int32)
-    masses = tl.zeros([WINDOWS], tl.int64)
+    counts = tl.zeros([WINDOWS, BLOCK], tl.int32)
+    masses = tl.zeros([WINDOWS, BLOCK], tl.int64)
     whole = tl.zeros([BLOCK], tl.int64)
     for start in tl.range(0, vocab_size, BLOCK):
         x = tl.load(row_ptr + start + cols, mask=start + cols < vocab_size, other=float("-inf"))
         weight = softmax_weight(x, highest)
         whole += weight
         inside = x[None, :] >= thresholds[:, None]
-        counts += tl.sum(inside.to(tl.int32), 1)
-        masses += tl.sum(tl.where(inside, weight[None, :], 0), 1)
-    return counts, masses, tl.sum(whole, 0)
+        counts += inside.to(tl.int32)
+        masses += tl.where(inside, weight[None, :], 0)
+    return tl.sum(counts, 1), tl.sum(masses, 1), tl.sum(whole, 0)
 
 
 @triton.jit
@@ -186,11 +186,12 @@ def top_k_top_p_kernel(
     by_k = (k > 0) & (k < vocab_size)
     by_p = top_p < 1.0
     highest, sound = highest_logit(row_ptr, vocab_size, BLOCK)
-    active = sound & (by_k | by_p)
-    threshold = tl.full([], 0, tl.int32)
+    threshold = tl.full([], -0x80000000, tl.int32)  # keeps everything
     above = tl.full([], 0, tl.int64)  # the mass above the threshold
     target = tl.full([], 0.0, tl.float64)
-    if active:
+    tie_weight = tl.full([], 0, tl.int64)
+    ranked = tl.full([], False, tl.int1)  # whether only some of the logits at the threshold are kept
+    if sound & (by_k | by_p):
         counts, masses, mass = weigh_windows(row_ptr, vocab_size, highest, BLOCK, WINDOWS)
         target = mass_target(top_p, mass)
         holds = tl.where(by_k, counts.to(tl.int64) >= k, masses.to(tl.float64) >= target)
@@ -204,19 +205,29 @@ def top_k_top_p_kernel(
             target = mass_target(top_p, mass)
             threshold = mass_key(keys_ptr, num_keys, target, highest, threshold, ordered_key(highest), BLOCK)
             above = mass_from(keys_ptr, num_keys, threshold + 1, highest, BLOCK)
-    tie_weight = softmax_weight(key_value(threshold), highest)
-    ties = tl.full([], 0, tl.int64)
+            tie_weight = softmax_weight(key_value(threshold), highest)
+            ties = count_from(keys_ptr, num_keys, threshold, BLOCK) - count_from(
+                keys_ptr, num_keys, threshold + 1, BLOCK
+            )
+            ranked = (above + (ties - 1) * tie_weight).to(tl.float64) >= target
     cols = tl.arange(0, BLOCK)
-    for start in tl.range(0, vocab_size, BLOCK):
-        mask = start + cols < vocab_size
-        x = tl.load(row_ptr + start + cols, mask=mask, other=float("-inf"))
-        key = ordered_key(x)
-        tie = (mask & (key == threshold)).to(tl.int32)
+    if ranked:
         # Of equal logits the lower ids come first, each while the mass before it is below the target.
-        before = above + (ties + tl.cumsum(tie, 0) - 1) * tie_weight
-        kept = (key > threshold) | ((tie == 1) & ((before.to(tl.float64) < target) | (by_p == 0)))
-        tl.store(out_ptr + start + cols, tl.where(kept | (active == 0), x, float("-inf")), mask=mask)
-        ties += tl.sum(tie, 0)
+        rank = tl.full([], 0, tl.int64)
+        for start in tl.range(0, vocab_size, BLOCK):
+            mask = start + cols < vocab_size
+            x = tl.load(row_ptr + start + cols, mask=mask, other=float("-inf"))
+            key = ordered_key(x)
+            tie = (mask & (key == threshold)).to(tl.int32)
+            before = above + (rank + tl.cumsum(tie, 0) - 1) * tie_weight
+            kept = (key > threshold) | ((tie == 1) & (before.to(tl.float64) < target))
+            tl.store(out_ptr + start + cols, tl.where(kept, x, float("-inf")), mask=mask)
+            rank += tl.sum(tie, 0)
+    else:
+        for start in tl.range(0, vocab_size, BLOCK):
+            mask = start + cols < vocab_size
+            x = tl.load(row_ptr + start + cols, mask=mask, other=float("-inf"))
+            tl.store(out_ptr + start + cols, tl.where(ordered_key(x) >= threshold, x, float("-inf")), mask=mask)
 
 
 @triton.jit
