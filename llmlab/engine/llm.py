@@ -54,7 +54,7 @@ class LLM:
         logprobs_mode: "raw_logprobs" (the model's own) or "processed_logprobs" (of what is sampled from).
         logits_processors: custom ones (:class:`llmlab.sampling.processors.LogitsProcessor`), applied in order.
         tensor_parallel_size: only 1 so far.
-        enforce_eager: accepted for vLLM's sake; nothing is captured in graphs yet.
+        enforce_eager: run every step op by op, none from a recorded graph (see :mod:`llmlab.engine.step_graphs`).
 
     Raises:
         FileNotFoundError: the model, or a file of it, does not exist.
@@ -90,6 +90,10 @@ class LLM:
     ):
         if tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size must be 1, got {tensor_parallel_size}: more is not implemented yet")
+        if not isinstance(model, (str, Path)):
+            raise ValueError(f"model must be a path or a name, got {type(model).__name__}")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise ValueError(f"seed must be an integer or None, got {seed!r}")
         path = resolve_model(model)
         config = ModelConfig.from_pretrained(path)
         torch_device = choose_device(device)
@@ -128,7 +132,7 @@ class LLM:
         eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
         self.config = config
         self.engine = LLMEngine(
-            Runner(self.model, cache_config, torch_dtype),
+            Runner(self.model, cache_config, torch_dtype, enforce_eager),
             Scheduler(scheduler_config, cache_config, eos_token_ids),
             Sampler(
                 config.vocab_size,
@@ -142,6 +146,8 @@ class LLM:
             self.tokenizer,
         )
         self._request_counter = itertools.count()
+        self._waited_for: set[str] = set()  # requests of a generate or a stream of this object
+        self._mail: dict[str, RequestOutput] = {}  # their newest outputs, until they are fetched
 
     # ---- vLLM's methods -------------------------------------------------------------------------------------------
 
@@ -163,24 +169,31 @@ class LLM:
         Raises:
             ValueError: as :meth:`LLMEngine.add_request`, for the first bad prompt; then none of them is run.
         """
-        prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        prompts = _list_of_prompts(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
         for name, values in (("sampling_params", sampling_params), ("priority", priority)):
+            if values is not None and (not isinstance(values, Sequence) or isinstance(values, str)):
+                raise ValueError(f"{name} must be one for all prompts or a list, got {type(values).__name__}")
             if values is not None and len(values) != len(prompts):
                 raise ValueError(f"{len(values)} {name} for {len(prompts)} prompts")
         request_ids: list[str] = []
         try:
             for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
-                request_id = str(next(self._request_counter))
+                request_id = f"generate-{next(self._request_counter)}"
                 self.engine.add_request(request_id, prompt, params, priority=0 if priority is None else priority[i])
                 request_ids.append(request_id)
+            self._waited_for.update(request_ids)
             return self._run(request_ids, use_tqdm)
         except BaseException:
             self.engine.discard_request(request_ids)
             raise
+        finally:
+            self._waited_for.difference_update(request_ids)
+            for request_id in request_ids:
+                self._mail.pop(request_id, None)
 
     def chat(
         self,
@@ -192,7 +205,9 @@ class LLM:
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
         """Answers to one conversation, or to a list of them, through the model's chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise ValueError("messages must be a list of {'role': …, 'content': …}, or a list of such lists")
+        conversations = [messages] if isinstance(messages[0], dict) else messages
         prompts: list[Prompt] = [self.chat_prompt(c, chat_template, add_generation_prompt) for c in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -215,23 +230,7 @@ class LLM:
             raise ValueError(f"stream needs n=1, got {params.n}")
         request_id = f"stream-{next(self._request_counter)}"
         self.engine.add_request(request_id, prompt, params)
-        return self._stream(request_id)
-
-    def _stream(self, request_id: str) -> Iterator[str]:
-        shown, finished = 0, False
-        try:
-            while not finished:
-                for output in self.engine.step():
-                    if output.request_id == request_id:
-                        text, finished = output.outputs[0].text, output.finished
-                        if output.error:
-                            raise RuntimeError(output.error)
-                        if len(text) > shown:
-                            yield text[shown:]
-                            shown = len(text)
-        finally:
-            if not finished:
-                self.engine.discard_request(request_id)
+        return TextStream(self, request_id)
 
     def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
@@ -259,26 +258,80 @@ class LLM:
 
     def _run(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
-        wanted = set(request_ids)
-        tokens = {"in": 0, "out": 0}
-        with tqdm(total=len(wanted), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            while len(done) < len(wanted):
-                for output in self.engine.step():
-                    if output.finished and output.request_id in wanted:
-                        done[output.request_id] = output
-                        tokens["in"] += len(output.prompt_token_ids)
-                        tokens["out"] += sum(len(o.token_ids) for o in output.outputs)
-                        elapsed = max(bar.format_dict["elapsed"], 1e-9)
-                        speed = {key: f"{value / elapsed:.1f} tok/s" for key, value in tokens.items()}
-                        bar.set_postfix({"input": speed["in"], "output": speed["out"]}, refresh=False)
-                        bar.update(1)
+        tokens = {"input": 0, "output": 0}
+        with tqdm(total=len(request_ids), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            while len(done) < len(request_ids):
+                self._step()
+                for request_id in request_ids:
+                    output = self._mail.pop(request_id, None)
+                    if output is None or not output.finished:
+                        continue
+                    done[request_id] = output
+                    tokens["input"] += len(output.prompt_token_ids)
+                    tokens["output"] += sum(len(o.token_ids) for o in output.outputs)
+                    elapsed = max(bar.format_dict["elapsed"], 1e-9)
+                    speed = {key: f"{value / elapsed:.1f} tok/s" for key, value in tokens.items()}
+                    bar.set_postfix(speed, refresh=False)
+                    bar.update(1)
         return [done[request_id] for request_id in request_ids]
 
+    def _step(self) -> None:
+        """One step of the engine; outputs go to whoever waits for them: a generate, a stream, or the engine's own user."""
+        for output in self.engine.step():
+            if output.request_id in self._waited_for:
+                self._mail[output.request_id] = output
+            else:
+                self.engine.put_back(output)
 
-def _is_one_prompt(prompts: Any) -> bool:
+
+class TextStream(Iterator[str]):
+    """The text of one request as it grows. :meth:`close` it, or let go of it, and the request is aborted."""
+
+    def __init__(self, llm: LLM, request_id: str):
+        self._llm, self._request_id = llm, request_id
+        self._shown, self._finished = 0, False
+        llm._waited_for.add(request_id)
+
+    def __next__(self) -> str:
+        llm, request_id = self._llm, self._request_id
+        while not self._finished:
+            output = llm._mail.pop(request_id, None)
+            if output is None:
+                if not llm.engine.is_unfinished(request_id):
+                    break
+                llm._step()
+                continue
+            text, self._finished = output.outputs[0].text, output.finished
+            if output.error:
+                self.close()
+                raise RuntimeError(output.error)
+            piece, self._shown = text[self._shown :], max(self._shown, len(text))
+            if piece:
+                return piece
+        self.close()
+        raise StopIteration
+
+    def close(self) -> None:
+        """Abort the request if it is still running; further pieces there are none."""
+        self._finished = True
+        self._llm._waited_for.discard(self._request_id)
+        self._llm._mail.pop(self._request_id, None)
+        self._llm.engine.discard_request(self._request_id)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _list_of_prompts(prompts: Any) -> list[Prompt]:
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # arrays and tensors
     if isinstance(prompts, (str, dict)):
-        return True
-    return bool(prompts) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompts)
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise ValueError(
+            f"prompts must be text, token ids, a dict of one, or a list of these, got {type(prompts).__name__}"
+        )
+    one = bool(prompts) and all(hasattr(t, "__index__") for t in prompts)
+    return [list(prompts)] if one else list(prompts)
 
 
 def _tokenizer(path: Path, tokenizer: Any) -> Tokenizer:

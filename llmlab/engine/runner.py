@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from llmlab.config import CacheConfig
 from llmlab.engine.batch import Batch
+from llmlab.engine.step_graphs import StepGraphs
+from llmlab.ops.cpu.memory import large_pages
+from llmlab.ops.registry import recording
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,12 +25,15 @@ if TYPE_CHECKING:
 class Runner:
     """Runs scheduled steps on one device.
 
+    Args:
+        enforce_eager: run every step op by op, none from a recorded graph.
+
     Attributes:
         kv_cache: ``[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]``; its pages are touched as blocks are used.
         host_cache: the same with ``num_host_blocks`` blocks in host memory, for preemption by swap; None without it.
     """
 
-    def __init__(self, model: LlamaForCausalLM, cache: CacheConfig, dtype: torch.dtype):
+    def __init__(self, model: LlamaForCausalLM, cache: CacheConfig, dtype: torch.dtype, enforce_eager: bool = False):
         self.model = model
         self.block_size = cache.block_size
         self.device = model.ops.device
@@ -35,13 +42,19 @@ class Runner:
             self._allocate(cache.num_host_blocks, dtype, torch.device("cpu")) if cache.num_host_blocks else None
         )
         self._layer_caches = self._by_layer(self.kv_cache)
+        self._graphs = None
+        if not enforce_eager and model.ops.has_cpu_kernels:
+            max_model_len = model.rotary.cos_sin_cache.shape[0]
+            forward = lambda batch: model.forward(batch, self._layer_caches)
+            self._graphs = StepGraphs(forward, -(-max_model_len // self.block_size))
 
     def execute(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> tuple[Batch, Tensor]:
         """Copy swapped blocks, run the forward pass: the batch, and its hidden states ``[num_sched_tokens, hidden_size]``."""
         self._swap(output)
         batch = Batch.build(output, requests, self.block_size, self.device, self._length_dependent_rope)
         with torch.inference_mode():
-            return batch, self.model.forward(batch, self._layer_caches)
+            hidden = self._graphs.run(batch) if self._graphs is not None and not recording() else None
+            return batch, self.model.forward(batch, self._layer_caches) if hidden is None else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden_size] → [rows, vocab_size]`` float32."""
@@ -69,9 +82,10 @@ class Runner:
 
     def _allocate(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         c = self.model.config
-        return torch.empty(
-            c.num_layers, 2, num_blocks, self.block_size, c.num_kv_heads, c.head_dim, dtype=dtype, device=device
-        )
+        shape = (c.num_layers, 2, num_blocks, self.block_size, c.num_kv_heads, c.head_dim)
+        if device.type == "cpu":
+            return large_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        return torch.empty(shape, dtype=dtype, device=device)
 
     @staticmethod
     def _by_layer(kv_cache: Tensor) -> list[tuple[Tensor, Tensor]]:

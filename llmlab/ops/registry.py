@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -109,6 +110,11 @@ class OpSet:
         for name, one in ops.items():
             setattr(self, name, _bind(one, one.implementation(backend, device)))
 
+    @property
+    def has_cpu_kernels(self) -> bool:
+        """Whether the ops are the fast CPU twins."""
+        return self.backend == "torch" and self.device.type == "cpu" and find_spec("numba") is not None
+
     def linear_packer(self) -> Callable[[torch.Tensor], Any]:
         """A function from a weight ``[out_features, in_features]`` to the form in which this set's ``linear`` reads it fastest.
 
@@ -145,6 +151,11 @@ def _call(one: Op, implementation: Callable[..., Any], args: tuple, kwargs: dict
     if ledger is None:
         return implementation(*args, **kwargs)
     return ledger.run(one, implementation, args, kwargs)
+
+
+def recording() -> bool:
+    """Whether a ledger is watching the ops."""
+    return _ledger.get() is not None
 
 
 def annotate(layer: int | None = None, stage: str = "") -> None:

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
@@ -155,16 +156,14 @@ def _multiply(blocks: int, panels: int) -> Callable[[int], None]:
 
 
 @functools.cache
-def config_for(rows: tuple[int, ...], panels: int) -> Tensor:
-    """The tile configuration (palette 1) for blocks of so many tokens each."""
-    config = torch.zeros(64, dtype=torch.uint8)
+def config_for(rows: tuple[int, ...], panels: int) -> np.ndarray:
+    """The tile configuration (palette 1), 64 bytes, for blocks of so many tokens each."""
+    config = np.zeros(64, np.uint8)
     config[0] = 1
-    row_bytes = config[16:48].view(torch.uint16)
     sums = [r for r in rows for _ in range(panels)]
-    for tile, r in enumerate([*sums, *rows]):
-        config[48 + tile], row_bytes[tile] = r, 64
-    for tile in range(len(sums) + len(rows), 8):
-        config[48 + tile], row_bytes[tile] = BLOCK, 64
+    of_tile = [*sums, *rows]
+    config[48:56] = of_tile + [BLOCK] * (8 - len(of_tile))
+    config[16:32].view(np.uint16)[:] = 64  # bytes of a row
     return config
 
 
@@ -186,5 +185,5 @@ def multiply(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor) -> Non
         out.stride(0) * 2,
         panels.shape[0] // together,
         torch.get_num_threads(),
-        config_for(rows, together).data_ptr(),
+        config_for(rows, together).ctypes.data,
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from llmlab.ops import attention as reference
 from llmlab.ops.cpu import flash, simd
+from llmlab.ops.cpu.memory import empty, zeros
 from llmlab.ops.cpu.parallel import arg, kernel, number, take
 from llmlab.ops.cpu.tiles import cpu_has, score_tile, weighted_sum
 
@@ -141,6 +142,7 @@ def _decode(method: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Ca
                 simd.copy(own + sums_bytes + state_bytes, totals, state_bytes)
                 if simd.fetch_add(counters + 8 * which, 1) < num_parts - 1:
                     continue
+                simd.store_int64(counters + 8 * which, 0)
                 for head in range(num_heads):
                     high, total = low, zero
                     for s in range(num_parts):
@@ -210,8 +212,8 @@ def paged_attention(
             return_lse,
         )
     q = simd.heads_together(q)
-    out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype)
-    lse = torch.empty((tokens, num_heads), dtype=torch.float32) if return_lse else None
+    out = empty(q.shape, q.dtype)
+    lse = empty((tokens, num_heads), torch.float32) if return_lse else None
     rest = None  # tokens that are not done in tiles; None means all
     if tokens != seq_lens.shape[0]:
         starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
@@ -226,8 +228,8 @@ def paged_attention(
         max_parts = max(min(16 * torch.get_num_threads() // count, _MAX_PARTS), 1)
         parts = counters = out
         if max_parts > 1:
-            parts = torch.empty(count * max_parts * part_floats(num_heads, head_dim), dtype=torch.float32)
-            counters = torch.zeros(count, dtype=torch.int64)
+            parts = empty((count * max_parts * part_floats(num_heads, head_dim),), torch.float32)
+            counters = zeros((count,), torch.int64)
         method = "bf16dot" if kind == "bf16" and cpu_has("avx512bf16") and head_dim % 32 == 0 else kind
         _decode(method, num_heads, num_kv_heads, head_dim).parallel(
             q.data_ptr(),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llmlab.ops import embedding as reference
 from llmlab.ops.cpu import simd
+from llmlab.ops.cpu.memory import empty
 from llmlab.ops.cpu.parallel import arg, kernel, report, take
 
 _SERIAL_BELOW = 1 << 17  # bytes; below, one core is done before another is awake
@@ -39,7 +40,7 @@ def _gather(index_bytes: int) -> Callable[[int], None]:
 def _rows(table: Tensor, index: Tensor, shift: int) -> Tensor:
     rows, width = table.shape
     size = table.element_size()
-    out = torch.empty((index.shape[0], width), dtype=table.dtype)
+    out = empty((index.shape[0], width), table.dtype)
     one = _gather(index.element_size())
     run = one.serial if out.numel() * size < _SERIAL_BELOW else one.parallel
     bad = run(

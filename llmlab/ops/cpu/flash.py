@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llmlab.ops.cpu import amx, simd
+from llmlab.ops.cpu.memory import empty
 from llmlab.ops.cpu.parallel import arg, kernel, number, take
 from llmlab.ops.cpu.tiles import cpu_has, panel_tile
 
@@ -315,7 +316,7 @@ def attend(
     if not pairs:
         q = q.float()
     num_reqs = plan.table.shape[0]
-    laid_out = torch.empty((2, num_kv_heads, plan.keys, head_dim), dtype=torch.bfloat16 if pairs else torch.float32)
+    laid_out = empty((2, num_kv_heads, plan.keys, head_dim), torch.bfloat16 if pairs else torch.float32)
     _lay_out(kind, int(pairs), head_dim).parallel(
         key_cache.data_ptr(),
         value_cache.data_ptr(),
@@ -334,7 +335,7 @@ def attend(
     configs = plan.table
     if method == "amx":
         lengths = plan.table[:, 1].tolist()
-        configs = torch.stack([amx.config_for((16, min(n, QUERIES) - 16), 2) for n in lengths])
+        configs = torch.from_numpy(np.stack([amx.config_for((16, min(n, QUERIES) - 16), 2) for n in lengths]))
     _attend(method, kind, head_dim).parallel(
         q.data_ptr(),
         q.stride(0) * q.element_size(),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from llmlab.ops.cpu import amx, simd
+from llmlab.ops.cpu.memory import empty
 from llmlab.ops.cpu.panels import LinearPacker, PackedLinear
 from llmlab.ops.cpu.parallel import INPUTS_IN_CACHE, arg, kernel, piece, take
 from llmlab.ops.cpu.tiles import cpu_has, panel_tile
@@ -186,7 +187,7 @@ def linear(x: Tensor, weight: Tensor | PackedLinear, bias: Tensor | None = None)
     if x.dtype != weight.dtype or in_features != weight.shape[1]:
         raise ValueError(f"x{list(x.shape)} {x.dtype} does not fit the weight {list(weight.shape)} {weight.dtype}")
     x = x if x.stride(1) == 1 else x.contiguous()
-    out = torch.empty((tokens, weight.shape[0]), dtype=x.dtype)
+    out = empty((tokens, weight.shape[0]), x.dtype)
     on_tiles = x.dtype == torch.bfloat16 and tokens > 1 and in_features % amx.STEP == 0 and amx.available()
     if tokens:
         (amx.multiply if on_tiles else _multiply_panels)(x, weight.panels, bias, out)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from llmlab.ops import mlp as reference
 from llmlab.ops.cpu import simd
+from llmlab.ops.cpu.memory import empty
 from llmlab.ops.cpu.parallel import arg, kernel, take
 
 _SERIAL_BELOW = 1 << 14  # outputs; below, one core is done before another is awake
@@ -43,7 +43,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     inner = width // 2
     if kind is None or inner % simd.LANES or width != 2 * inner:
         return reference.silu_and_mul.reference(x)
-    out = torch.empty((tokens, inner), dtype=x.dtype)
+    out = empty((tokens, inner), x.dtype)
     one = _silu_and_mul(kind)
     run = one.serial if tokens * inner < _SERIAL_BELOW else one.parallel
     run(x.contiguous().data_ptr(), out.data_ptr(), tokens, inner, inner)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from llmlab.ops import norm as reference
 from llmlab.ops.cpu import simd
+from llmlab.ops.cpu.memory import empty
 from llmlab.ops.cpu.parallel import Kernel, arg, kernel, number, take
 
 _SERIAL_BELOW = 1 << 16  # elements; below, one core is done before another is awake
@@ -72,7 +72,7 @@ def _run(one: Kernel, x: Tensor, residual: Tensor, summed: Tensor, weight: Tenso
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not _supported(x, weight):
         return reference.rms_norm.reference(x, weight, eps)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = empty(x.shape, x.dtype)
     _run(_norm(simd.KINDS[x.dtype], False), x, x, x, weight.contiguous(), out, eps)
     return out
 
@@ -80,7 +80,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if not (_supported(x, weight) and residual.dtype == x.dtype):
         return reference.fused_add_rms_norm.reference(x, residual, weight, eps)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    summed = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = empty(x.shape, x.dtype)
+    summed = empty(x.shape, x.dtype)
     _run(_norm(simd.KINDS[x.dtype], True), x, residual.contiguous(), summed, weight.contiguous(), out, eps)
     return out, summed

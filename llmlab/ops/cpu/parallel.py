@@ -14,9 +14,11 @@ import functools
 import os
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from llvmlite import ir
@@ -26,8 +28,37 @@ from numba.extending import intrinsic
 from llmlab.ops.cpu import simd
 
 INPUTS_IN_CACHE = 512 << 10  # bytes of one operand that a kernel goes over again and again: half of a small L2 cache
-Launcher = Callable[[int, bytes, int], None]
 _STATUS = struct.Struct("q").unpack_from
+
+
+class Call(NamedTuple):
+    """A kernel with its arguments, ready to run again."""
+
+    kernel: Kernel
+    row: bytes
+    parallel: bool
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """The row of arguments, eight bytes each."""
+        return struct.unpack(f"{len(self.row) // 8}q", self.row)
+
+    def again(self) -> None:
+        self.kernel.run(bytes(bytearray(self.row)), self.parallel)  # a copy, for the kernel to write into
+
+
+_calls: ContextVar[list[Call] | None] = ContextVar("calls", default=None)
+
+
+@contextmanager
+def record_calls() -> Iterator[list[Call]]:
+    """The kernels that are called inside the block, in order; they run as well."""
+    calls: list[Call] = []
+    token = _calls.set(calls)
+    try:
+        yield calls
+    finally:
+        _calls.reset(token)
 
 
 class Kernel:
@@ -41,21 +72,29 @@ class Kernel:
 
     def __init__(self, body: Callable[[int], None], layout: str):
         self._compiled = compiled = _compile(body)  # owns the machine code
-        self._address = compiled.address
+        self.address = compiled.address
         self._pack = struct.Struct("qq" + layout).pack
-        self._call = ctypes.PYFUNCTYPE(None, ctypes.c_char_p)(self._address)
+        self._call = ctypes.PYFUNCTYPE(None, ctypes.c_char_p)(self.address)
         self._launch = _launcher()
 
     def serial(self, *args: Any) -> int:
         """Run on the calling thread; returns the status, 0 unless the kernel reported something."""
-        row = self._pack(0, 0, *args)
-        self._call(row)
-        return _STATUS(row, 8)[0]
+        return self.run(self._pack(0, 0, *args), False)
 
     def parallel(self, *args: Any) -> int:
         """Run on all of torch's threads (``torch.set_num_threads``); returns the status."""
-        row = self._pack(0, 0, *args)  # these bytes are this call's own, so that the kernel may write into them
-        self._launch(self._address, row, torch.get_num_threads())
+        return self.run(self._pack(0, 0, *args), True)
+
+    def run(self, row: bytes, parallel: bool) -> int:
+        """Run with a row of arguments that nobody else holds; it is written to."""
+        calls = _calls.get()
+        if calls is not None:
+            calls.append(Call(self, bytes(bytearray(row)), parallel))
+        # The row is this call's own, so that the kernel may write into it, although Python calls it immutable.
+        if parallel:
+            self._launch(self.address, row, torch.get_num_threads())
+        else:
+            self._call(row)
         return _STATUS(row, 8)[0]
 
     @property
@@ -96,48 +135,80 @@ def _compile(body: Callable[[int], None]) -> Any:
 @functools.cache
 def _sources() -> int:
     folder = Path(__file__).parent
-    stamps = [(folder / name).stat().st_mtime_ns for name in ("parallel.py", "simd.py", "tiles.py")]
+    stamps = [(folder / name).stat().st_mtime_ns for name in ("parallel.py", "simd.py", "tiles.py", "amx.py")]
     return zlib.crc32(repr(stamps).encode())
 
 
+class OpenMP(NamedTuple):
+    """``GOMP_parallel(function, data, threads, flags)`` of the OpenMP runtime that torch itself runs on."""
+
+    function: Any
+    address: int
+
+
 @functools.cache
-def _launcher() -> Launcher:
-    """``launch(address, arguments, threads)`` on torch's OpenMP runtime if it can be reached, else through numba's pool."""
+def openmp() -> OpenMP | None:
+    """None where torch's runtime cannot be reached (it has no such function, or the one found is another runtime's)."""
     process = ctypes.CDLL(None) if os.name == "posix" else None
     try:
         threads_now = process.omp_get_max_threads()
-        launch = process.GOMP_parallel
+        function = process.GOMP_parallel
     except AttributeError:
-        return _launch_by_numba
-    if threads_now != torch.get_num_threads():  # another runtime than torch's
-        return _launch_by_numba
-    launch.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint)
-    launch.restype = None
-    return lambda address, arguments, threads: launch(address, arguments, threads, 0)
+        return None
+    if threads_now != torch.get_num_threads():
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint)
+    function.restype = None
+    return OpenMP(function, ctypes.cast(function, ctypes.c_void_p).value)
+
+
+@functools.cache
+def _launcher() -> Callable[[int, bytes, int], None]:
+    """``launch(address, arguments, threads)`` on torch's OpenMP runtime if it can be reached, else through numba's pool."""
+    if found := openmp():
+        return lambda address, arguments, threads: found.function(address, arguments, threads, 0)
+    return _launch_by_numba
+
+
+def _function(b: ir.IRBuilder, address: ir.Value, *args: ir.Value) -> None:
+    b.call(simd.pointer(b, address, ir.FunctionType(simd.VOID, [a.type for a in args])), args)
 
 
 @intrinsic
-def _call(typingctx: Any, address: Any, arguments: Any) -> Any:
+def call_address(typingctx: Any, address: Any, row: Any) -> Any:
+    """``call_address(address, row)``: run a kernel, given the addresses of its code and its arguments, on this thread."""
+
     def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        function = ir.FunctionType(simd.VOID, [simd.I64])
-        b.call(simd.pointer(b, args[0], function), [args[1]])
+        _function(b, *args)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
 
 
+@intrinsic
+def launch_address(typingctx: Any, launch: Any, address: Any, row: Any, threads: Any) -> Any:
+    """``launch_address(launch, address, row, threads)``: run a kernel on the threads of the runtime with this launcher."""
+
+    def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        launch, address, row, threads = args
+        _function(b, launch, address, row, b.trunc(threads, simd.I32), ir.Constant(simd.I32, 0))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
 @functools.cache
 def _numba_pool() -> Callable[[int, int, int], None]:
     @njit("void(int64, int64, int64)", parallel=True, nogil=True)
-    def run(address: int, arguments: int, threads: int) -> None:
+    def run(address: int, row: int, threads: int) -> None:
         for _ in prange(threads):
-            _call(address, arguments)
+            call_address(address, row)
 
     return run
 
 
-def _launch_by_numba(address: int, arguments: bytes, threads: int) -> None:
-    _numba_pool()(address, ctypes.cast(arguments, ctypes.c_void_p).value, threads)
+def _launch_by_numba(address: int, row: bytes, threads: int) -> None:
+    _numba_pool()(address, ctypes.cast(row, ctypes.c_void_p).value, threads)
 
 
 # ---- inside a kernel -------------------------------------------------------------------------------------------------------

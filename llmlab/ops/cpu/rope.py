@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llmlab.ops import rope as reference
 from llmlab.ops.cpu import simd
+from llmlab.ops.cpu.memory import empty
 from llmlab.ops.cpu.parallel import arg, kernel, report, take
 
 _SERIAL_BELOW = 1 << 16  # elements; below, one core is done before another is awake
@@ -65,7 +66,7 @@ def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Ten
     ):
         return reference.rotary_embedding.reference(positions, q, k, cos_sin_cache)
     q, k = simd.heads_together(q), simd.heads_together(k)
-    out_q, out_k = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype)
+    out_q, out_k = empty(q.shape, q.dtype), empty(k.shape, k.dtype)
     one, size = _rotate(kind), q.element_size()
     run = one.serial if tokens * heads * head_dim < _SERIAL_BELOW else one.parallel
     bad = run(
