@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from llmlab.config import CacheConfig
 from llmlab.engine.batch import Batch
 from llmlab.engine.step_graphs import StepGraphs
-from llmlab.ops.cpu.memory import large_pages
+from llmlab.ops.cpu.memory import Arena, allocate_in, large_pages
 from llmlab.ops.registry import recording
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Runner:
             self._allocate(cache.num_host_blocks, dtype, torch.device("cpu")) if cache.num_host_blocks else None
         )
         self._layer_caches = self._by_layer(self.kv_cache)
+        self._results = Arena() if model.ops.has_cpu_kernels else None
         self._graphs = None
         if not enforce_eager and model.ops.has_cpu_kernels:
             max_model_len = model.rotary.cos_sin_cache.shape[0]
@@ -52,9 +54,18 @@ class Runner:
         """Copy swapped blocks, run the forward pass: the batch, and its hidden states ``[num_sched_tokens, hidden_size]``."""
         self._swap(output)
         batch = Batch.build(output, requests, self.block_size, self.device, self._length_dependent_rope)
+        return batch, self.forward(batch)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Hidden states ``[num_sched_tokens, hidden_size]``: from a recorded graph where there is one, else op by op."""
         with torch.inference_mode():
-            hidden = self._graphs.run(batch) if self._graphs is not None and not recording() else None
-            return batch, self.model.forward(batch, self._layer_caches) if hidden is None else hidden
+            hidden = self._graphs.run(batch) if self.plays_graphs and not recording() else None
+            return self.model.forward(batch, self._layer_caches) if hidden is None else hidden
+
+    @property
+    def plays_graphs(self) -> bool:
+        """Whether decode steps are recorded and played."""
+        return self._graphs is not None and self._graphs.recordable
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden_size] → [rows, vocab_size]`` float32."""
@@ -74,7 +85,11 @@ class Runner:
         batch = Batch.single(token_ids, self.block_size, self.device, self._length_dependent_rope)
         cache = self._allocate(batch.block_table.shape[1], self.kv_cache.dtype, self.device)
         with torch.inference_mode():
-            return self.model.compute_logits(self.model.forward(batch, self._by_layer(cache)))
+            return self.model.compute_logits(self._forward(batch, self._by_layer(cache)))
+
+    def _forward(self, batch: Batch, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
+        with nullcontext() if self._results is None else allocate_in(self._results):
+            return self.model.forward(batch, caches)
 
     @property
     def _length_dependent_rope(self) -> bool:

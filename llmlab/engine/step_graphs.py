@@ -27,6 +27,9 @@ class StepGraphs:
     Args:
         forward: the model's forward pass over a batch, ``[num_sched_tokens, hidden_size]``.
         max_blocks_per_req: widest block table that a batch can have.
+
+    Attributes:
+        recordable: False once a step was met that can't be recorded.
     """
 
     def __init__(self, forward: Callable[[Batch], Tensor], max_blocks_per_req: int):
@@ -37,7 +40,7 @@ class StepGraphs:
         self._arena = Arena()  # steps run one at a time: they can share their memory
         self._seen: set[int] = set()
         self._graphs: dict[int, tuple[Batch, Graph]] = {}
-        self._recordable = True
+        self.recordable = True
 
     def run(self, batch: Batch) -> Tensor | None:
         """The hidden states of the batch, valid until the next call; None if it is to be run op by op.
@@ -45,7 +48,7 @@ class StepGraphs:
         A number of requests is recorded when it is met for the second time.
         """
         size = batch.num_reqs
-        if not self._recordable or batch.num_sched_tokens != size or batch.rope_lengths is not None:
+        if not self.recordable or batch.num_sched_tokens != size or batch.rope_lengths is not None:
             return None
         if size not in self._graphs:
             if size not in self._seen:
@@ -67,8 +70,8 @@ class StepGraphs:
         try:
             self._graphs[batch.num_reqs] = kept, Graph(lambda: self._forward(kept), self._arena)
         except NotRecordable:  # an op of this model has no kernel here, so none of its steps can be recorded
-            self._recordable = False
-        return self._recordable
+            self.recordable = False
+        return self.recordable
 
 
 def _copy(batch: Batch, kept: Batch) -> None:

@@ -19,7 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmlab.config import CacheConfig
 from llmlab.engine.batch import Batch
+from llmlab.engine.runner import Runner
 from llmlab.measure.cost import (
     GROUPS,
     decode_costs,
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class StepDriver:
-    """Runs forward passes of any shape on a model, over a paged cache of its own that holds random keys and values.
+    """Runs steps of any shape on a model, over a paged cache of its own that holds random keys and values.
 
     Args:
         max_tokens: tokens that the cache has room for, over all requests of a step.
@@ -58,10 +60,10 @@ class StepDriver:
         self.num_blocks = -(-max_tokens // block_size)
         self.max_model_len = len(model.rotary.cos_sin_cache)
         self.generator = torch.Generator().manual_seed(seed)
+        self.runner = Runner(model, CacheConfig(self.num_blocks, block_size), dtype)
         block = torch.randn(1, 2, 1, block_size, c.num_kv_heads, c.head_dim, generator=self.generator)
-        shape = (c.num_layers, 2, self.num_blocks, *block.shape[3:])
-        self.kv_cache = block.to(model.ops.device, dtype).expand(shape).contiguous()
-        self._by_layer = [(layer[0], layer[1]) for layer in self.kv_cache]
+        self.runner.kv_cache.copy_(block.to(dtype).expand_as(self.runner.kv_cache))
+        self._by_layer = [(layer[0], layer[1]) for layer in self.runner.kv_cache]
 
     def batch(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> Batch:
         """A step's input with random tokens, each request's blocks scattered over the cache. ValueError if it does not fit."""
@@ -95,10 +97,14 @@ class StepDriver:
         )
 
     def run(self, batch: Batch) -> Tensor:
-        """Logits ``[num_reqs, vocab_size]`` of one step: what the runner does, without the scheduler and the sampler."""
+        """Logits ``[num_reqs, vocab_size]`` of one step, as the engine runs it: scheduler and sampler are left out."""
+        return self.runner.logits(self.runner.last_tokens(batch, self.runner.forward(batch)))
+
+    def run_eagerly(self, batch: Batch) -> Tensor:
+        """The same, op by op even where the engine would play a recorded graph."""
         with torch.inference_mode():
             hidden = self.model.forward(batch, self._by_layer)
-            return self.model.compute_logits(self.model.ops.gather_last_tokens(hidden, batch.query_start_loc))
+        return self.runner.logits(self.runner.last_tokens(batch, hidden))
 
 
 @dataclass(frozen=True)
@@ -255,10 +261,11 @@ def sweep_decode(
 ) -> pd.DataFrame:
     """One token each for several batch sizes at several contexts; combinations that the driver's cache can't hold are left out.
 
-    One row a shape: num_reqs, query_len, context, flops, bytes, seconds (median, ``low``, ``high``), least_seconds (sum of
-    the ops' bounds), tokens_per_s, mfu, mbu, level (the memory whose roof was used). Steps are clocked whole and op by op in
-    turns: the latter give seconds, FLOPs and bytes of "linear", "attention" and "other" ops, and ``outside_seconds``, the
-    time of a whole step that was spent in no op.
+    One row a shape: num_reqs, query_len, context, flops, bytes, seconds (median, ``low``, ``high``) as the engine runs the
+    step, eager_seconds if it is run op by op (the same where the engine has no graph for it), least_seconds (sum of the ops'
+    bounds), tokens_per_s, mfu, mbu, level (the memory whose roof was used); and, from steps that were recorded in turns with
+    those, seconds, FLOPs and bytes of "linear", "attention" and "other" ops, and ``outside_seconds``, the time of an eager
+    step that was spent in no op.
     """
     shapes = [(b, 1, context) for context in contexts for b in batches if _fits(driver, b, context)]
     return _sweep(driver, ceilings, shapes, max_seconds)
@@ -296,13 +303,14 @@ def _one_shape(
             driver.run(batch)
         ledgers.append(ledger)
 
-    measured = measure_in_turns(
-        {"whole": lambda: driver.run(batch), "by op": recorded},
+    clocked = measure_in_turns(
+        {"engine": lambda: driver.run(batch), "eager": lambda: driver.run_eagerly(batch), "by op": recorded},
         device=driver.model.ops.device,
-        warmup=1,
+        warmup=2,  # the engine records a shape when it meets it for the second time
         repeats=15,
         max_seconds=max_seconds,
-    )["whole"]
+    )
+    measured = clocked["engine"]
     nbytes = working_set(driver.model, num_reqs * context, dtype)
     roof = roof_for(ceilings, dtype, nbytes)
     flops, moved = total(costs)
@@ -317,12 +325,13 @@ def _one_shape(
         "low": measured.low,
         "high": measured.high,
         "repeats": measured.repeats,
+        "eager_seconds": clocked["eager"].median,
         "least_seconds": least_seconds(costs, roof),
         "tokens_per_s": num_reqs * query_len / measured.median,
         "mfu": mfu,
         "mbu": mbu,
         "level": ceilings.level_holding(nbytes),
-        **_by_kind(_join(ledgers[1:]), measured.median),  # without the warm-up
+        **_by_kind(_join(ledgers[2:]), clocked["eager"].median),  # without the warm-up
     }
 
 
