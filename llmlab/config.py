@@ -150,6 +150,13 @@ class ModelConfig:
         """The same from the parsed JSON. Raises ValueError for what is not implemented and for impossible sizes."""
         if not isinstance(raw, dict):
             raise ValueError(f"a model config must be a JSON object, not {type(raw).__name__}")
+        try:
+            return cls._from_dict(raw)
+        except (TypeError, AttributeError, KeyError) as error:
+            raise ValueError(f"config.json: a value has the wrong type: {error}") from error
+
+    @classmethod
+    def _from_dict(cls, raw: dict[str, Any]) -> ModelConfig:
         architecture = _architecture(raw)
         family = FAMILIES[architecture]
         _check_keys(raw)
@@ -157,7 +164,7 @@ class ModelConfig:
 
         hidden_size, num_heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
         num_kv_heads = get("num_key_value_heads") or num_heads
-        if num_heads % num_kv_heads:
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
         head_dim = get("head_dim")
         if head_dim is None:
@@ -166,6 +173,9 @@ class ModelConfig:
             head_dim = hidden_size // num_heads
         if raw.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act={raw['hidden_act']!r} is not implemented; only 'silu' is")
+        _size({"head_dim": head_dim}, "head_dim")
+        if float(get("rms_norm_eps")) < 0:
+            raise ValueError(f"config.json: rms_norm_eps must not be negative, got {get('rms_norm_eps')!r}")
         num_layers = _size(raw, "num_hidden_layers")
         max_position = int(get("max_position_embeddings"))
         attention_bias, mlp_bias = bool(raw.get("attention_bias", False)), bool(raw.get("mlp_bias", False))
@@ -232,6 +242,10 @@ def _rope(raw: dict[str, Any], head_dim: int, max_position: int) -> RopeConfig:
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"rope type {rope_type!r} is not implemented; implemented are {', '.join(ROPE_TYPES)}")
     theta = float(parameters.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
+    if not theta > 0:
+        raise ValueError(f"config.json: rope_theta must be positive, got {theta!r}")
+    if parameters.get("factor") is not None and not parameters["factor"] > 0:
+        raise ValueError(f"config.json: rope factor must be positive, got {parameters['factor']!r}")
     factor = parameters.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or 1.0
     rotary_dim = int(head_dim * factor)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
@@ -273,6 +287,8 @@ def _rope(raw: dict[str, Any], head_dim: int, max_position: int) -> RopeConfig:
 def _sliding_windows(raw: dict[str, Any], architecture: str, get: Any, num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer: Mistral has one for all; Qwen switches it on, for all layers past ``max_window_layers``."""
     window = get("sliding_window")
+    if window is not None:
+        _size({"sliding_window": window}, "sliding_window")
     if architecture == "LlamaForCausalLM":
         if window is not None:
             raise ValueError(f"config.json: sliding_window={window} is not implemented for LlamaForCausalLM")

@@ -46,6 +46,19 @@ def test_sizes():
         ({"vocab_size": "many"}, "vocab_size must be a positive integer"),
         ({"sliding_window": 16}, "sliding_window=16"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
+            "sliding_window must be a positive integer, got 0",
+        ),
+        ({"rope_theta": -1.0}, "rope_theta must be positive"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, "rope factor must be positive"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps must not be negative"),
+        ({"rms_norm_eps": None}, "wrong type"),
+        ({"architectures": 5}, "wrong type"),
+        ({"num_key_value_heads": "2"}, "wrong type"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads=-2"),
+        ({"head_dim": "8"}, "head_dim must be a positive integer"),
+        ({"rope_parameters": 5}, "wrong type"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(change, message):

@@ -5,6 +5,7 @@ A step is schedule → run → sample → update → detokenize; each part stand
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from llmlab.engine.outputs import CompletionOutput, RequestMetrics, RequestOutpu
 from llmlab.engine.request import Request, RequestStatus
 from llmlab.engine.scheduler import Scheduler
 from llmlab.sampling.params import SamplingParams
+from llmlab.tokenizer import NoTokenizer
 
 if TYPE_CHECKING:
     from llmlab.engine.batch import Batch
@@ -65,6 +67,8 @@ class LLMEngine:
         self._sequences: dict[str, _Sequence] = {}
         self._parents: dict[str, _Parent] = {}
         self._pending: list[_Parent] = []  # changed between steps: the next step reports them
+        self._returned: dict[str, RequestOutput] = {}  # reported to a caller whom they did not concern
+        self._in_flight: SchedulerOutput | None = None  # planned, and neither computed nor given up
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
@@ -89,14 +93,18 @@ class LLMEngine:
         if request_id in self._parents:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
         params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be a SamplingParams, got {type(params).__name__}")
         params.validate()
+        if params.stop and isinstance(self.tokenizer, NoTokenizer):
+            raise ValueError("stop strings need a tokenizer, and this model has none (stop_token_ids do not)")
         text, token_ids, prompt_salt = self._tokenize(prompt)
         parent = _Parent(request_id, text, token_ids, None if params.prompt_logprobs is None else [None])
         try:
             for index in range(params.n):
                 child_params = params if params.n == 1 else params.for_output(index)
                 child = Request(
-                    request_id if params.n == 1 else f"{index}_{request_id}",
+                    request_id if params.n == 1 else f"{request_id}/{index}",
                     token_ids,
                     child_params,
                     arrival_time=arrival_time,
@@ -138,7 +146,11 @@ class LLMEngine:
             self._forget(one)
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._parents)
+        """Whether :meth:`step` still has something to compute or to report."""
+        return bool(self._parents or self._returned)
+
+    def is_unfinished(self, request_id: str) -> bool:
+        return request_id in self._parents
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._parents)
@@ -148,36 +160,49 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one step: the outputs of every request that got a token or ended.
 
-        If the forward pass raises, the requests of this step end with "error" and are reported by the next step; the
-        exception goes on to the caller, and the engine can be used further.
+        If something raises, the exception goes on to the caller, and the engine can be used further. A forward pass or a
+        sampler that fails ends the requests of its step with "error"; bookkeeping that is cut short (Ctrl-C) ends all
+        requests so, and forgets all cached prefixes. The next step reports them.
         """
         if self.scheduler.has_unfinished_requests():
-            self._pending += self._run(self.scheduler.schedule())  # if it raises, what was pending stays so
+            try:
+                self._pending += self._run()
+            except BaseException as error:
+                self._fail(f"{type(error).__name__}: {error}")
+                raise
         changed, self._pending = self._pending, []
-        outputs = [self._output(parent) for parent in {id(p): p for p in changed}.values()]
-        for output in outputs:
+        outputs = {**self._returned, **{parent.request_id: self._output(parent) for parent in changed}}
+        self._returned = {}
+        for output in outputs.values():
             if output.finished:
                 self._forget(output.request_id)
-        return outputs
+        return list(outputs.values())
+
+    def put_back(self, output: RequestOutput) -> None:
+        """Hand an output back that was meant for somebody else: the next step reports it again."""
+        self._returned[output.request_id] = output
+
+    def _fail(self, error: str) -> None:
+        scheduled, self._in_flight = self._in_flight, None
+        failed = self.scheduler.reset(error) if scheduled is None else self.scheduler.fail_step(scheduled, error)
+        for request in failed:
+            if request.request_id in self._sequences:
+                self._pending.append(self._sequences[request.request_id].parent)
 
     def _forget(self, request_id: str) -> None:
-        for sequence in self._parents.pop(request_id).sequences:
-            del self._sequences[sequence.request.request_id]
+        parent = self._parents.pop(request_id, None)
+        for sequence in parent.sequences if parent else ():
+            self._sequences.pop(sequence.request.request_id, None)
 
-    def _run(self, scheduled: SchedulerOutput) -> list[_Parent]:
-        try:
-            batch, hidden = self.runner.execute(scheduled, self.scheduler.requests)
-            kept = [
-                self.scheduler.requests[r]
-                for r, discard in zip(batch.req_ids, batch.discard, strict=True)
-                if not discard
-            ]
-            self._prompt_logprobs(scheduled, batch, hidden)
-            sampled = self.sampler(self.runner.logits(self.runner.last_tokens(batch, hidden)), kept) if kept else None
-        except BaseException as error:
-            for request in self.scheduler.fail_step(scheduled, f"{type(error).__name__}: {error}"):
-                self._pending.append(self._sequences[request.request_id].parent)
-            raise
+    def _run(self) -> list[_Parent]:
+        scheduled = self._in_flight = self.scheduler.schedule()
+        batch, hidden = self.runner.execute(scheduled, self.scheduler.requests)
+        kept = [
+            self.scheduler.requests[r] for r, discard in zip(batch.req_ids, batch.discard, strict=True) if not discard
+        ]
+        self._prompt_logprobs(scheduled, batch, hidden)
+        sampled = self.sampler(self.runner.logits(self.runner.last_tokens(batch, hidden)), kept) if kept else None
+        self._in_flight = None
         token_ids: dict[str, int] = {}
         if sampled is not None:
             for row, request in enumerate(kept):
@@ -234,7 +259,7 @@ class LLMEngine:
                     text=sequence.detokenizer.finish() if reason is not None else sequence.detokenizer.text,
                     token_ids=list(request.output_token_ids),
                     cumulative_logprob=sequence.cumulative_logprob,
-                    logprobs=sequence.logprobs,
+                    logprobs=None if sequence.logprobs is None else list(sequence.logprobs),
                     finish_reason=reason,
                     stop_reason=request.stop_reason,
                 )
@@ -243,7 +268,7 @@ class LLMEngine:
             request_id=parent.request_id,
             prompt=parent.prompt,
             prompt_token_ids=parent.prompt_token_ids,
-            prompt_logprobs=parent.prompt_logprobs,
+            prompt_logprobs=None if parent.prompt_logprobs is None else list(parent.prompt_logprobs),
             outputs=outputs,
             finished=all(o.finish_reason is not None for o in outputs),
             num_cached_tokens=max(first.num_cached_tokens, 0),
@@ -275,12 +300,8 @@ class LLMEngine:
                 raise ValueError('a prompt dict must have "prompt" or "prompt_token_ids"')
         if isinstance(prompt, str):
             text, token_ids = prompt, self.tokenizer.encode(prompt)
-        elif isinstance(prompt, (list, tuple)) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
-            token_ids = list(prompt)
         else:
-            raise ValueError(
-                f"a prompt must be text, a list of token ids or a dict of one, got {type(prompt).__name__}"
-            )
+            token_ids = _integers(prompt)
         if not token_ids:
             raise ValueError("the prompt is empty: at least one token is needed")
         vocab_size = self.runner.model.config.vocab_size
@@ -288,3 +309,14 @@ class LLMEngine:
         if bad is not None:
             raise ValueError(f"token id {bad} is outside the vocabulary [0, {vocab_size})")
         return text, token_ids, salt
+
+
+def _integers(prompt: Any) -> list[int]:
+    """Token ids as plain ints: of a list, a tuple, an array or a tensor of one dimension."""
+    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(prompt, (list, tuple)) or any(isinstance(t, bool) for t in prompt):
+        raise ValueError(f"a prompt must be text, token ids or a dict of one, got {type(prompt).__name__}")
+    try:
+        return [operator.index(t) for t in prompt]
+    except TypeError as error:
+        raise ValueError(f"a prompt must be text, token ids or a dict of one: {error}") from error

@@ -43,13 +43,14 @@ class Scheduler:
         if scheduler_config.preemption_mode == "swap" and cache_config.num_host_blocks == 0:
             raise ValueError("preemption_mode='swap' needs host memory: num_host_blocks must be at least 1, got 0")
         self.config = scheduler_config
+        self.cache_config = cache_config
         self.kv_cache_manager = KVCacheManager(cache_config)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.clock = clock
         # Prompt + output of one request. The last token is only sampled, never computed, so it needs no slot.
         self.max_num_tokens = min(scheduler_config.max_model_len, cache_config.num_blocks * cache_config.block_size + 1)
         self.requests: dict[str, Request] = {}
-        self.waiting = PriorityRequestQueue() if scheduler_config.policy == "priority" else FCFSRequestQueue()
+        self.waiting = self._new_queue()
         self.running: list[Request] = []
         self.stats = EngineStats()
         self._step = 0
@@ -301,6 +302,25 @@ class Scheduler:
                 manager.free(request)
                 self._start_over(request)
         return failed
+
+    def reset(self, error: str) -> list[Request]:
+        """Give up every request and all cached content, whatever state they are in.
+
+        For a plan or an update that was cut short (Ctrl-C), after which queues, tables and published hashes may contradict
+        each other. Returns the requests, which have ended with an error.
+        """
+        failed = list(self.requests.values())
+        self.kv_cache_manager = KVCacheManager(self.cache_config)
+        self.requests, self.running, self.waiting = {}, [], self._new_queue()
+        for request in failed:
+            request.status, request.error = RequestStatus.FINISHED_ERROR, error
+            request.block_ids, request.host_block_ids = [], []
+            request.finished_time = self.clock()
+            self._finished_req_ids.append(request.request_id)
+        return failed
+
+    def _new_queue(self) -> FCFSRequestQueue | PriorityRequestQueue:
+        return PriorityRequestQueue() if self.config.policy == "priority" else FCFSRequestQueue()
 
     def _start_over(self, request: Request) -> None:
         request.num_tokens_to_recompute = max(request.num_tokens_to_recompute, request.num_computed_tokens)

@@ -18,7 +18,7 @@ def choose_device(device: str | torch.device) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"device {device!r}: {error}") from error
     if found.type not in _FREE_MEMORY_SHARE:
         raise ValueError(f"device must be one of {', '.join(_FREE_MEMORY_SHARE)}, got {device!r}")

@@ -85,8 +85,9 @@ class Checkpoint:
         index = path / "model.safetensors.index.json"
         if index.is_file():
             try:
-                return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            except (json.JSONDecodeError, KeyError, AttributeError) as error:
+                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+                return sorted(f"{Path(name)}" for name in names)
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
                 raise ValueError(f"{index} is not a valid index: {error}") from error
         names = sorted(file.name for file in path.glob("*.safetensors"))
         if not names:

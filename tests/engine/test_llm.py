@@ -333,3 +333,91 @@ def test_custom_logits_processors(hf):
 
     (output,) = make(hf[1], logits_processors=[OnlyToken()]).generate([[1, 2]], GREEDY, use_tqdm=False)
     assert output.outputs[0].token_ids == [41] * 12
+
+
+def test_ctrl_c_inside_the_scheduler_leaves_no_trace(llm):
+    """Blocks are published while planning: a plan that is cut short must not leave any that were never written."""
+    prompt = list(range(20, 60))
+    (expected,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+    llm.reset_prefix_cache()
+    scheduler = llm.engine.scheduler
+    plan = scheduler.schedule
+
+    def cut_short():
+        plan()
+        raise KeyboardInterrupt
+
+    scheduler.schedule = cut_short
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([prompt], GREEDY, use_tqdm=False)
+    del scheduler.schedule
+    assert_idle(llm)
+    (again,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+    assert again.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert again.num_cached_tokens == 0
+
+
+def test_streams_and_generate_share_an_engine(default_model):
+    llm = LLM(default_model, max_model_len=128, num_kv_blocks=64)
+    params = SamplingParams(temperature=0, max_tokens=8)
+    alone = ["".join(llm.stream(prompt, params)) for prompt in ("One, two,", "The sky is")]
+    first, second = llm.stream("One, two,", params), llm.stream("The sky is", params)
+    pieces = ["", ""]
+    pieces[0] += next(first)
+    llm.engine.add_request("mine", "Hello", params)
+    llm.generate("Good morning", params, use_tqdm=False)
+    pieces[1] += "".join(second)
+    pieces[0] += "".join(first)
+    assert pieces == alone
+    finished = []
+    while llm.engine.has_unfinished_requests():
+        finished += [output.request_id for output in llm.engine.step() if output.finished]
+    assert finished == ["mine"]
+
+
+def test_a_stream_that_nobody_reads_holds_nothing(llm):
+    stream = llm.stream([1, 2, 3], GREEDY)
+    assert llm.engine.has_unfinished_requests()
+    del stream
+    assert_idle(llm)
+
+
+def test_an_output_does_not_change_after_it_was_given(llm):
+    llm.engine.add_request("a", [1, 2], SamplingParams(temperature=0, max_tokens=3, logprobs=1, ignore_eos=True))
+    outputs = []
+    while llm.engine.has_unfinished_requests():
+        outputs += llm.engine.step()
+    assert [len(o.outputs[0].logprobs) for o in outputs] == [len(o.outputs[0].token_ids) for o in outputs] == [1, 2, 3]
+
+
+def test_arrays_and_tensors_are_prompts(llm):
+    import numpy as np
+
+    expected = tokens(llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False))
+    for prompt in (
+        np.array([5, 6, 7]),
+        torch.tensor([5, 6, 7]),
+        [np.int64(5), np.int32(6), 7],
+        (5, 6, 7),
+        [np.array([5, 6, 7])],
+    ):
+        assert tokens(llm.generate(prompt, GREEDY, use_tqdm=False)) == expected
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm: llm.generate(None),
+        lambda llm: llm.generate(5),
+        lambda llm: llm.generate([[1]], "greedy"),
+        lambda llm: llm.generate([[1]], GREEDY, priority=3),
+        lambda llm: llm.chat({"role": "user", "content": "hi"}),
+        lambda llm: llm.chat(None),
+        lambda llm: llm.engine.add_request("a", [1], {}),
+        lambda llm: llm.engine.add_request("a", [1], SamplingParams(stop=["x"])),
+    ],
+)
+def test_wrong_types_are_value_errors(llm, call):
+    with pytest.raises(ValueError):
+        call(llm)
+    assert_idle(llm)

@@ -195,6 +195,8 @@ def paged_attention(
         kind is None
         or head_dim % simd.LANES
         or scale <= 0
+        or (sliding_window is not None and sliding_window <= 0)
+        or (soft_cap is not None and soft_cap <= 0)
         or not (q.dtype == key_cache.dtype == value_cache.dtype)
         or not (block_table.dtype == query_start_loc.dtype == seq_lens.dtype == torch.int32)
         or not (key_cache.is_contiguous() and value_cache.is_contiguous() and block_table.stride(1) == 1)
@@ -211,7 +213,7 @@ def paged_attention(
             soft_cap,
             return_lse,
         )
-    q = simd.heads_together(q)
+    q, query_start_loc, seq_lens = simd.heads_together(q), query_start_loc.contiguous(), seq_lens.contiguous()
     out = empty(q.shape, q.dtype)
     lse = empty((tokens, num_heads), torch.float32) if return_lse else None
     rest = None  # tokens that are not done in tiles; None means all

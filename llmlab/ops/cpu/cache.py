@@ -46,7 +46,8 @@ def reshape_and_cache(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tens
         and value_cache.is_contiguous()
     ):
         return reference.reshape_and_cache.reference(k, v, key_cache, value_cache, slot_mapping)
-    k, v = simd.heads_together(k), simd.heads_together(v)
+    # A tensor whose address is taken must have a name, or it is gone before the kernel runs.
+    k, v, slot_mapping = simd.heads_together(k), simd.heads_together(v), slot_mapping.contiguous()
     num_blocks, block_size, kv_heads, head_dim = key_cache.shape
     tokens, size = k.shape[0], k.element_size()
     one = _scatter()
@@ -60,7 +61,7 @@ def reshape_and_cache(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tens
         value_cache.data_ptr(),
         block_size,
         block_size * kv_heads * head_dim * size,
-        slot_mapping.contiguous().data_ptr(),
+        slot_mapping.data_ptr(),
         tokens,
         num_blocks * block_size,
     )

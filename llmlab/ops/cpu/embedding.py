@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llmlab.ops import embedding as reference
+from llmlab.ops import embedding as embedding_op
+from llmlab.ops import gather_last_tokens as gather_op
 from llmlab.ops.cpu import simd
 from llmlab.ops.cpu.memory import empty
 from llmlab.ops.cpu.parallel import arg, kernel, report, take
@@ -60,11 +61,11 @@ def _rows(table: Tensor, index: Tensor, shift: int) -> Tensor:
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     if token_ids.dtype not in (torch.int64, torch.int32) or weight.stride(1) != 1:
-        return reference.embedding.reference(token_ids, weight)
+        return embedding_op.reference(token_ids, weight)
     return _rows(weight, token_ids.contiguous(), 0)
 
 
 def gather_last_tokens(x: Tensor, query_start_loc: Tensor) -> Tensor:
     if query_start_loc.dtype not in (torch.int64, torch.int32) or x.stride(1) != 1:
-        return reference.gather_last_tokens.reference(x, query_start_loc)
+        return gather_op.reference(x, query_start_loc)
     return _rows(x, query_start_loc.contiguous()[1:], -1)

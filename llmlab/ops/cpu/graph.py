@@ -28,7 +28,15 @@ class _OnlyKernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view:
             raise NotRecordable(f"{func} computes outside the kernels")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        # reshape counts as a view and copies all the same where the strides demand it: the copy would not be played again
+        memory_of = lambda tensor: tensor.untyped_storage().data_ptr()
+        if any(
+            memory_of(view) != memory_of(args[0])
+            for view in (result if isinstance(result, (list, tuple)) else [result])
+        ):
+            raise NotRecordable(f"{func} copies outside the kernels")
+        return result
 
 
 class Graph:

@@ -186,6 +186,9 @@ def linear(x: Tensor, weight: Tensor | PackedLinear, bias: Tensor | None = None)
     tokens, in_features = x.shape
     if x.dtype != weight.dtype or in_features != weight.shape[1]:
         raise ValueError(f"x{list(x.shape)} {x.dtype} does not fit the weight {list(weight.shape)} {weight.dtype}")
+    if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
+        raise ValueError(f"bias{list(bias.shape)} {bias.dtype} does not fit {list(weight.shape[:1])} {x.dtype}")
+    bias = None if bias is None else bias.contiguous()
     x = x if x.stride(1) == 1 else x.contiguous()
     out = empty((tokens, weight.shape[0]), x.dtype)
     on_tiles = x.dtype == torch.bfloat16 and tokens > 1 and in_features % amx.STEP == 0 and amx.available()

@@ -43,8 +43,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
     inner = width // 2
     if kind is None or inner % simd.LANES or width != 2 * inner:
         return reference.silu_and_mul.reference(x)
-    out = empty((tokens, inner), x.dtype)
+    x, out = x.contiguous(), empty((tokens, inner), x.dtype)
     one = _silu_and_mul(kind)
     run = one.serial if tokens * inner < _SERIAL_BELOW else one.parallel
-    run(x.contiguous().data_ptr(), out.data_ptr(), tokens, inner, inner)
+    run(x.data_ptr(), out.data_ptr(), tokens, inner, inner)
     return out

@@ -63,15 +63,17 @@ def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Ten
         or positions.dtype != torch.int64
         or rotary_dim % (2 * simd.LANES)
         or head_dim % simd.LANES
+        or rotary_dim > head_dim
     ):
         return reference.rotary_embedding.reference(positions, q, k, cos_sin_cache)
     q, k = simd.heads_together(q), simd.heads_together(k)
+    positions, cos_sin_cache = positions.contiguous(), cos_sin_cache.contiguous()
     out_q, out_k = empty(q.shape, q.dtype), empty(k.shape, k.dtype)
     one, size = _rotate(kind), q.element_size()
     run = one.serial if tokens * heads * head_dim < _SERIAL_BELOW else one.parallel
     bad = run(
-        positions.contiguous().data_ptr(),
-        cos_sin_cache.contiguous().data_ptr(),
+        positions.data_ptr(),
+        cos_sin_cache.data_ptr(),
         max_position,
         rotary_dim,
         tokens,
