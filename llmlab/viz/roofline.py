@@ -102,8 +102,9 @@ def trail_figure(trails: pd.DataFrame, roof: Roof, title: str) -> Figure:
                 axis.annotate(
                     label,
                     (row.intensity, row.flops_per_s),
-                    (5, -12) if i == 0 else (8, -4),
+                    (5, -12) if i == 0 else (-7, 6),
                     textcoords="offset points",
+                    ha="left" if i == 0 else "right",
                     fontsize=8.5,
                     color=SERIES[i],
                     path_effects=[withStroke(linewidth=3, foreground="white")],
