@@ -65,7 +65,7 @@ def paged_attention(
 
 
 def compile_cases() -> list[CompileCase]:
-    """What Llama-like batches launch, and every tile of the other machines' tables."""
+    """What Llama-like batches launch on Hopper and later, and every tile of the other machines' tables."""
     cases: list[CompileCase] = []
 
     def add(
@@ -79,19 +79,23 @@ def compile_cases() -> list[CompileCase]:
         args = meta_batch(*batch, block_size=block_size, dtype=dtype)
         tile = choose_tile(num_tokens, num_reqs, num_heads // num_kv_heads, head_dim, dtype, "hopper")
         work = {"paged_attention_kernel": attention_work(tile, head_dim, dtype.itemsize)}
-        cases.extend(capture(name, lambda: paged_attention(*args, head_dim**-0.5, **options), work=work))
+        call = lambda: paged_attention(*args, head_dim**-0.5, **options)
+        cases.extend(capture(name, call, work=work, targets=("sm_90", "sm_100")))
 
-    def add_tile(machine: str, target: str, kind: str, head_dim: int, tile: Tile) -> None:
-        args = meta_batch(8192, 64, 32, 8, head_dim)
-        out = torch.empty(args[0].shape, dtype=torch.bfloat16, device="meta")
-        cases.extend(
-            capture(
-                f"{machine}_{kind}_d{head_dim}",
-                lambda: launch_paged_attention(out, None, *args, head_dim**-0.5, None, None, tile),
-                work=attention_work(tile, head_dim, 2),
-                targets=(target,),
-            )
-        )
+    def add_tile(
+        name: str,
+        tile: Tile,
+        head_dim: int,
+        target: str,
+        window: int | None = None,
+        splits: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        args = meta_batch(8192, 64, 32, 8, head_dim, dtype=dtype)
+        out = torch.empty(args[0].shape, dtype=dtype, device="meta")
+        work = {"paged_attention_kernel": attention_work(tile, head_dim, dtype.itemsize)}
+        call = lambda: attend_in_splits(out, None, *args, head_dim**-0.5, window, None, tile, splits)
+        cases.extend(capture(name, call, work=work, targets=(target,)))
 
     for head_dim in (64, 80, 96, 128, 256):
         add(f"prefill_d{head_dim}", (8192, 1, 32, 8, head_dim))
@@ -108,7 +112,11 @@ def compile_cases() -> list[CompileCase]:
     add("decode_d128_window", (64, 64, 32, 8, 128), sliding_window=4096)
     add("prefill_d256_soft_cap_window", (8192, 1, 16, 8, 256), sliding_window=4096, soft_cap=50.0)
     for machine, target in (("ampere", "sm_80"), ("cdna", "gfx942")):
-        for kind in ("wide", "middle", "narrow"):
+        for kind in ("wide", "middle", "narrow", "float32"):
+            dtype = torch.float32 if kind == "float32" else torch.bfloat16
             for head_dim, tile in getattr(TILES[machine], kind).items():
-                add_tile(machine, target, kind, head_dim, tile)
+                add_tile(f"{machine}_{kind}_d{head_dim}", tile, head_dim, target, dtype=dtype)
+        add_tile(f"{machine}_wide_d128_window", TILES[machine].wide[128], 128, target, window=4096)
+        add_tile(f"{machine}_wide_d80", TILES[machine].wide[128], 80, target)
+        add_tile(f"{machine}_narrow_d128_splits", TILES[machine].narrow[128], 128, target, splits=8)
     return cases

@@ -5,7 +5,7 @@ tile by tile, so no score matrix ever exists. The rows are consecutive tokens ti
 that a tile of keys is read once for the whole group.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -97,6 +97,10 @@ class Tile:
     max_registers: int | None = None
 
 
+# Full float32 has no tensor cores on NVIDIA: small tiles, for exactness and not for speed.
+FLOAT32_TILES = {64: Tile(16, 32, 4, 2), 128: Tile(16, 32, 8, 2), 256: Tile(16, 32, 8, 2)}
+
+
 @dataclass(frozen=True)
 class Tiles:
     """One machine's tiles by padded head_dim: ``wide`` for prefill, ``middle`` for up to 64 rows, ``narrow`` for decode."""
@@ -104,28 +108,32 @@ class Tiles:
     wide: dict[int, Tile]
     middle: dict[int, Tile]
     narrow: dict[int, Tile]
+    float32: dict[int, Tile] = field(default_factory=lambda: FLOAT32_TILES)
 
 
 # Stages count the block-table read too: five keep two tiles of K and V in flight where mma.sync consumes them.
 TILES = {
     "hopper": Tiles(
         wide={64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 2), 256: Tile(128, 32, 8, 2)},
-        middle={64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2, max_registers=255), 256: Tile(64, 64, 8, 2)},
+        middle={
+            64: Tile(64, 64, 4, 2, max_registers=255),
+            128: Tile(64, 64, 4, 2, max_registers=255),
+            256: Tile(64, 64, 8, 2),
+        },
         narrow={64: Tile(16, 64, 4, 5), 128: Tile(16, 32, 4, 5), 256: Tile(16, 32, 4, 5)},
     ),
     "ampere": Tiles(
         wide={64: Tile(128, 64, 8, 3), 128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 8, 2)},
-        middle={64: Tile(64, 64, 4, 3), 128: Tile(64, 32, 4, 3), 256: Tile(64, 32, 8, 2)},
+        middle={64: Tile(64, 64, 4, 3, max_registers=255), 128: Tile(64, 32, 4, 3), 256: Tile(64, 32, 8, 2)},
         narrow={64: Tile(16, 64, 4, 5), 128: Tile(16, 32, 4, 5), 256: Tile(16, 32, 4, 5)},
     ),
     "cdna": Tiles(
         wide={64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(64, 32, 4, 2)},
         middle={64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(64, 32, 4, 2)},
         narrow={64: Tile(16, 64, 4, 2), 128: Tile(16, 64, 4, 2), 256: Tile(16, 32, 4, 2)},
+        float32={64: Tile(16, 32, 4, 2), 128: Tile(16, 32, 8, 2), 256: Tile(16, 16, 8, 2)},
     ),
 }
-# Full float32 has no tensor cores anywhere: small tiles, for exactness and not for speed.
-FLOAT32_TILES = {64: Tile(16, 32, 4, 2), 128: Tile(16, 32, 8, 2), 256: Tile(16, 32, 8, 2)}
 
 
 def choose_tile(num_tokens: int, num_reqs: int, group: int, head_dim: int, dtype: torch.dtype, machine: str) -> Tile:
@@ -133,10 +141,10 @@ def choose_tile(num_tokens: int, num_reqs: int, group: int, head_dim: int, dtype
     block_d = max(64, next_power_of_2(head_dim))
     if block_d not in FLOAT32_TILES:
         raise ValueError(f"head_dim must be at most {max(FLOAT32_TILES)}, not {head_dim}")
-    if dtype == torch.float32:
-        return FLOAT32_TILES[block_d]
-    rows = max(num_tokens * group // max(num_reqs, 1), group)
     tiles = TILES[machine]
+    if dtype == torch.float32:
+        return tiles.float32[block_d]
+    rows = max(num_tokens * group // max(num_reqs, 1), group)
     return (tiles.narrow if rows <= 16 else tiles.middle if rows <= 64 else tiles.wide)[block_d]
 
 

@@ -75,5 +75,10 @@ def compile_cases() -> list[CompileCase]:
         k = torch.empty(65536, 8, 128, dtype=torch.bfloat16, device="meta")
         starts = torch.empty(num_reqs + 1, dtype=torch.int32, device="meta")
         work = attention_work(choose_tile(num_tokens, num_reqs, 4, 128, torch.bfloat16, "hopper"), 128, 2)
-        cases += capture(name, lambda q=q, k=k, s=starts: contiguous_attention(q, k, k, s, s, 128**-0.5), work=work)
+        cases += capture(
+            name,
+            lambda q=q, k=k, s=starts: contiguous_attention(q, k, k, s, s, 128**-0.5),
+            work=work,
+            targets=("sm_90", "sm_100"),
+        )
     return cases

@@ -177,5 +177,7 @@ def compile_cases() -> list[CompileCase]:
         args = meta_batch(num_reqs, num_reqs, num_heads, num_kv_heads, head_dim)
         tile = choose_tile(num_reqs, num_reqs, num_heads // num_kv_heads, head_dim, torch.bfloat16, "hopper")
         work = {"paged_attention_kernel": attention_work(tile, head_dim, 2)}
-        cases += capture(name, lambda a=args, d=head_dim: flash_decoding(*a, d**-0.5), work=work)
+        cases += capture(
+            name, lambda a=args, d=head_dim: flash_decoding(*a, d**-0.5), work=work, targets=("sm_90", "sm_100")
+        )
     return cases
