@@ -21,7 +21,7 @@ from torch import Tensor
 from llmlab.ops.cpu import simd
 from llmlab.ops.cpu.parallel import INPUTS_IN_CACHE, arg, kernel, piece, take
 from llmlab.ops.cpu.simd import I8, VOID, call, int64, pointer
-from llmlab.ops.cpu.tiles import cpu_has, literal
+from llmlab.ops.cpu.tiles import literal
 
 BLOCK = 16  # tokens in a tile
 STEP = 32  # inputs in a tile
@@ -32,7 +32,7 @@ _TILE_BYTES = 1024
 def available() -> bool:
     """Whether this processor and system let this process use AMX on bfloat16."""
     ask = getattr(torch.cpu, "_init_amx", None)  # Linux grants the registers on request only
-    return cpu_has("amx-tile") and cpu_has("amx-bf16") and ask is not None and bool(ask())
+    return simd.cpu_has("amx-tile") and simd.cpu_has("amx-bf16") and ask is not None and bool(ask())
 
 
 def _tile(b: ir.IRBuilder, name: str, *args: ir.Value | int) -> None:

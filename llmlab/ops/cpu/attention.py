@@ -18,7 +18,7 @@ from llmlab.ops import attention as reference
 from llmlab.ops.cpu import flash, simd
 from llmlab.ops.cpu.memory import empty, zeros
 from llmlab.ops.cpu.parallel import arg, kernel, number, take
-from llmlab.ops.cpu.tiles import cpu_has, score_tile, weighted_sum
+from llmlab.ops.cpu.tiles import score_tile, weighted_sum
 
 _TILE = 32  # keys whose scores are computed before the running maximum is looked at
 _MAX_GROUP = 8  # query heads together; a larger group is served in parts
@@ -232,7 +232,7 @@ def paged_attention(
         if max_parts > 1:
             parts = empty((count * max_parts * part_floats(num_heads, head_dim),), torch.float32)
             counters = zeros((count,), torch.int64)
-        method = "bf16dot" if kind == "bf16" and cpu_has("avx512bf16") and head_dim % 32 == 0 else kind
+        method = "bf16dot" if kind == "bf16" and simd.cpu_has("avx512bf16") and head_dim % 32 == 0 else kind
         _decode(method, num_heads, num_kv_heads, head_dim).parallel(
             q.data_ptr(),
             q.stride(0) * size,

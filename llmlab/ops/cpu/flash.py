@@ -18,11 +18,12 @@ from torch import Tensor
 from llmlab.ops.cpu import amx, simd
 from llmlab.ops.cpu.memory import empty
 from llmlab.ops.cpu.parallel import arg, kernel, number, take
-from llmlab.ops.cpu.tiles import cpu_has, panel_tile
+from llmlab.ops.cpu.tiles import panel_tile
 
 QUERIES = 32  # of one head together
 FEWEST = 17  # below so many queries of a request, :mod:`llmlab.ops.cpu.attention` is faster
 _PAD = 32  # keys are laid out in multiples of it
+_LOG2_E = math.log2(math.e)
 _FIELDS = 8  # of a request in the plan: see Plan.of
 
 
@@ -123,12 +124,12 @@ def _attend(method: str, kind: str, head_dim: int) -> Callable[[int], None]:
     """
     on_tiles, pairs = method == "amx", method != "f32"
     packed = 2 if pairs else 4
-    weight_kind = "bf16" if pairs else "f32"
+    weight_kind, degree = ("bf16", 4) if pairs else ("f32", 6)
     tile = 128 if pairs else 64  # keys
     size, lanes, pad, fields, queries = simd.itemsize(kind), simd.LANES, _PAD, _FIELDS * 8, QUERIES
     dim_panels = head_dim // simd.LANES
-    together = 2 if dim_panels % 2 == 0 and cpu_has("avx512f") else 1
-    key_panels, rows_together = (2, 8) if cpu_has("avx512f") else (1, 4)
+    together = 2 if dim_panels % 2 == 0 and simd.cpu_has("avx512f") else 1
+    key_panels, rows_together = (2, 8) if simd.cpu_has("avx512f") else (1, 4)
     scores_bytes, sums_bytes, weights_bytes = queries * tile * 4, queries * head_dim * 4, queries * tile * packed
     inner_bytes = head_dim * simd.LANES * packed
 
@@ -138,8 +139,10 @@ def _attend(method: str, kind: str, head_dim: int) -> Callable[[int], None]:
         scale, window, soft_cap = np.float32(number(p, 10)), arg(p, 11), np.float32(number(p, 12))
         out, lse, configs = arg(p, 13), arg(p, 14), arg(p, 15)
         scores, sums, weights = simd.scratch(scores_bytes), simd.scratch(sums_bytes), simd.scratch(weights_bytes)
-        highs, totals = simd.scratch(128), simd.scratch(128)
+        highs, highs_now, shrinks, totals = simd.scratch(128), simd.scratch(128), simd.scratch(128), simd.scratch(128)
         low, zero, one = np.float32(-np.inf), np.float32(0.0), np.float32(1.0)
+        lowest = np.float32(-1e30)  # of a query that has seen no key yet: finite, so that its weights come out 0
+        factor = np.float32(_LOG2_E) if soft_cap > zero else scale * np.float32(_LOG2_E)
         if not pairs:
             weights = scores  # overwritten in place
         while True:
@@ -162,7 +165,7 @@ def _attend(method: str, kind: str, head_dim: int) -> Callable[[int], None]:
             for i in range(0, sums_bytes, 64):
                 simd.store("f32", sums + i, simd.splat(zero))
             for i in range(0, 128, 64):
-                simd.store("f32", highs + i, simd.splat(low))
+                simd.store("f32", highs + i, simd.splat(lowest))
                 simd.store("f32", totals + i, simd.splat(zero))
             if on_tiles:
                 amx.configure(configs + 64 * request)
@@ -213,37 +216,39 @@ def _attend(method: str, kind: str, head_dim: int) -> Callable[[int], None]:
                                     sr,
                                     4 * tile,
                                 )
+                # the highest score of each query so far, in units of ln 2, so that weights are powers of 2
                 for r in range(rows):
                     mine = scores + r * tile * 4
                     seen = min(position + r + 1 - k, n)  # keys of this tile that the query sees: [hidden, seen)
                     hidden = max(position + r + 1 - window - k, 0) if window > 0 else 0
-                    top, factor = simd.splat(low), simd.splat(scale)
-                    if soft_cap > zero:
-                        for j in range(0, n, lanes):
-                            simd.store(
-                                "f32", mine + 4 * j, simd.capped(simd.load("f32", mine + 4 * j) * factor, soft_cap)
-                            )
-                        factor = simd.splat(one)
+                    top = simd.splat(low)
                     for j in range(0, n, lanes):
                         s = simd.load("f32", mine + 4 * j)
+                        if soft_cap > zero:
+                            s = simd.capped(s * simd.splat(scale), soft_cap)
                         if j + lanes > seen or j < hidden:
-                            s = simd.keep_first(s, seen - j, low)
-                            s = simd.keep_from(s, hidden - j, low)
+                            s = simd.keep_from(simd.keep_first(s, seen - j, low), hidden - j, low)
+                        if soft_cap > zero or j + lanes > seen or j < hidden:
                             simd.store("f32", mine + 4 * j, s)
                         top = simd.maximum(s, top)
-                    old = simd.load_one("f32", highs + 4 * r)
-                    high = max(old, simd.highest(top * factor))
-                    below = simd.splat(-high if high > low else zero)  # a row may have seen no key yet
+                    high = max(simd.load_one("f32", highs + 4 * r), simd.highest(top) * factor)
+                    simd.store("f32", highs_now + 4 * r, high)
+                for r in range(0, queries * 4, 64):
+                    now = simd.load("f32", highs_now + r)
+                    shrink = simd.exp2(6, simd.load("f32", highs + r) - now)
+                    simd.store("f32", shrinks + r, shrink)
+                    simd.store("f32", highs + r, now)
+                    simd.store("f32", totals + r, simd.load("f32", totals + r) * shrink)
+                for r in range(rows):
+                    mine, high = scores + r * tile * 4, simd.load_one("f32", highs + 4 * r)
+                    below, factors = simd.splat(-high), simd.splat(factor)
                     summed = simd.splat(zero)
                     for j in range(0, n, lanes):
-                        weight = simd.exp_below(simd.fma(simd.load("f32", mine + 4 * j), factor, below))
+                        weight = simd.exp2(degree, simd.fma(simd.load("f32", mine + 4 * j), factors, below))
                         simd.store(weight_kind, weights + (r * tile + j) * packed, weight)
                         summed = summed + weight
-                    shrink = simd.exp_one(old - high) if old > low else zero
-                    simd.store("f32", highs + 4 * r, high)
-                    simd.store(
-                        "f32", totals + 4 * r, simd.load_one("f32", totals + 4 * r) * shrink + simd.total(summed)
-                    )
+                    simd.store("f32", totals + 4 * r, simd.load_one("f32", totals + 4 * r) + simd.total(summed))
+                    shrink = simd.load_one("f32", shrinks + 4 * r)
                     if shrink != one:
                         for i in range(r * head_dim * 4, (r + 1) * head_dim * 4, 64):
                             simd.store("f32", sums + i, simd.load("f32", sums + i) * simd.splat(shrink))
@@ -284,11 +289,8 @@ def _attend(method: str, kind: str, head_dim: int) -> Callable[[int], None]:
                     value = simd.load("f32", sums + (r * head_dim + i) * 4) * inverse
                     simd.store(kind, out + ((token * heads + head) * head_dim + i) * size, value)
                 if lse != 0:
-                    simd.store(
-                        "f32",
-                        lse + (token * heads + head) * 4,
-                        simd.load_one("f32", highs + 4 * r) + np.float32(math.log(total)),
-                    )
+                    natural = math.log(total) + simd.load_one("f32", highs + 4 * r) / _LOG2_E
+                    simd.store("f32", lse + (token * heads + head) * 4, np.float32(natural))
         if on_tiles:
             amx.release()
 
@@ -361,4 +363,4 @@ def _method(dtype: torch.dtype, head_dim: int) -> str:
         return "f32"
     if amx.available():
         return "amx"
-    return "bf16dot" if cpu_has("avx512bf16") else "f32"
+    return "bf16dot" if simd.cpu_has("avx512bf16") else "f32"

@@ -17,7 +17,7 @@ from llmlab.ops.cpu import amx, simd
 from llmlab.ops.cpu.memory import empty
 from llmlab.ops.cpu.panels import LinearPacker, PackedLinear
 from llmlab.ops.cpu.parallel import INPUTS_IN_CACHE, arg, kernel, piece, take
-from llmlab.ops.cpu.tiles import cpu_has, panel_tile
+from llmlab.ops.cpu.tiles import panel_tile
 
 __all__ = ["LinearPacker", "PackedLinear", "linear"]
 
@@ -148,13 +148,13 @@ def _multiply(method: str, panels: int, tokens: int) -> Callable[[int], None]:
 
 @functools.cache
 def _method(dtype: torch.dtype) -> str:
-    return "bf16dot" if dtype == torch.bfloat16 and cpu_has("avx512bf16") else simd.KINDS[dtype]
+    return "bf16dot" if dtype == torch.bfloat16 and simd.cpu_has("avx512bf16") else simd.KINDS[dtype]
 
 
 @functools.cache
 def _tile_size(num_panels: int) -> tuple[int, int]:
     """Panels × tokens of a tile: with AVX-512's 32 registers, 3 × 8 sums, 3 vectors of weights, and room to spare."""
-    if not cpu_has("avx512f"):
+    if not simd.cpu_has("avx512f"):
         return 1, 4
     return next(n for n in (3, 2, 1) if num_panels % n == 0), 8
 

@@ -1,11 +1,12 @@
-"""Memory that streams fast, and memory that stays where it is while a step is recorded."""
+"""Memory that streams fast, and memory that stays."""
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import mmap
 import weakref
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,23 +33,24 @@ def large_pages(size: int) -> Tensor:
 
 
 class Arena:
-    """Tensors for a recorded step, which will be played again in the same memory.
+    """Memory for the results of kernels that stays: a block is used again when the tensor in it has died, as a step's tensors
+    do in the order of its ops, and none goes back to the system.
 
-    A block is given out again when the tensor in it has died, as a step's tensors do in the order of its ops; but none goes
-    back to the system, so that nothing else can come to stand there.
+    So a recorded step can be played again in the same memory. And a long prompt's results, megabytes each, are not taken from
+    the system page by page in every layer, which costs more than to compute them.
     """
 
     def __init__(self) -> None:
-        self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+        self._free: list[tuple[int, int, np.ndarray]] = []  # size, a number of its own, block; sorted
+        self._count = itertools.count()
         self._kept: list[np.ndarray] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        size = max(-(-math.prod(shape) * dtype.itemsize // _LINE), 1) * _LINE
-        free = self._free[size]
-        block = free.pop() if free else _aligned(size)
+        used = math.prod(shape) * dtype.itemsize
+        block = self._take(max(used, 1))
         array = block[:]  # a new object, which lives exactly as long as the tensor made from it
-        weakref.finalize(array, free.append, block).atexit = False
-        return torch.from_numpy(array)[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+        weakref.finalize(array, self._give_back, block).atexit = False
+        return torch.from_numpy(array)[:used].view(dtype).view(tuple(shape))
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Zero now, and not used again for anything else: for a kernel that leaves zeros behind."""
@@ -56,10 +58,18 @@ class Arena:
         self._kept.append(array)
         return torch.from_numpy(array).view(dtype).view(tuple(shape))
 
+    def _take(self, size: int) -> np.ndarray:
+        at = bisect.bisect_left(self._free, (size,))
+        if at < len(self._free) and self._free[at][0] <= max(2 * size, 4096):  # the smallest that is not far too large
+            return self._free.pop(at)[2]
+        if size >= _PAGE // 2:
+            return large_pages(size).numpy()
+        size = -(-size // _LINE) * _LINE
+        block = np.empty(size + _LINE, np.uint8)
+        return block[-block.ctypes.data % _LINE :][:size]
 
-def _aligned(size: int) -> np.ndarray:
-    block = np.empty(size + _LINE, np.uint8)
-    return block[-block.ctypes.data % _LINE :][:size]
+    def _give_back(self, block: np.ndarray) -> None:
+        bisect.insort(self._free, (len(block), next(self._count), block))
 
 
 _arena: ContextVar[Arena | None] = ContextVar("arena", default=None)
@@ -76,12 +86,12 @@ def allocate_in(arena: Arena) -> Iterator[None]:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A kernel's result: ``torch.empty``, or memory of the arena that a step is being recorded in."""
+    """A kernel's result: ``torch.empty``, or memory of the arena that is in use."""
     arena = _arena.get()
     return torch.empty(shape, dtype=dtype) if arena is None else arena.empty(shape, dtype)
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros for a kernel that leaves zeros behind, as it must where a step is recorded."""
+    """Zeros for a kernel that leaves zeros behind, as it must for the next run of a recorded step."""
     arena = _arena.get()
     return torch.zeros(shape, dtype=dtype) if arena is None else arena.zeros(shape, dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 from torch import Tensor
 
 from llmlab.ops import mlp as reference
@@ -12,7 +11,7 @@ from llmlab.ops.cpu import simd
 from llmlab.ops.cpu.memory import empty
 from llmlab.ops.cpu.parallel import arg, kernel, take
 
-_SERIAL_BELOW = 1 << 14  # outputs; below, one core is done before another is awake
+_SERIAL_BELOW = 1 << 13  # outputs; below, one core is done before another is awake
 
 
 @kernel("qqqqq")
@@ -23,7 +22,6 @@ def _silu_and_mul(kind: str) -> Callable[[int], None]:
     def body(p: int) -> None:
         x, out, tokens, inner, piece = arg(p, 0), arg(p, 1), arg(p, 2), arg(p, 3), arg(p, 4)
         pieces = inner // piece
-        zero, one = simd.splat(np.float32(0.0)), simd.splat(np.float32(1.0))
         while True:
             index = take(p, 1)
             if index >= tokens * pieces:
@@ -32,8 +30,7 @@ def _silu_and_mul(kind: str) -> Callable[[int], None]:
             for i in range(begin, begin + piece, simd.LANES):
                 gate = simd.load(kind, x + (token * 2 * inner + i) * size)
                 up = simd.load(kind, x + (token * 2 * inner + inner + i) * size)
-                silu = gate / (one + simd.exp(zero - gate))
-                simd.store(kind, out + (token * inner + i) * size, silu * up)
+                simd.store(kind, out + (token * inner + i) * size, simd.silu(kind, gate) * up)
 
     return body
 

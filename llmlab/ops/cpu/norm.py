@@ -12,7 +12,7 @@ from llmlab.ops.cpu import simd
 from llmlab.ops.cpu.memory import empty
 from llmlab.ops.cpu.parallel import Kernel, arg, kernel, number, take
 
-_SERIAL_BELOW = 1 << 16  # elements; below, one core is done before another is awake
+_SERIAL_BELOW = 1 << 13  # elements; below, one core is done before another is awake
 
 
 @kernel("qqqqqqqqd")
@@ -25,11 +25,12 @@ def _norm(kind: str, fused: bool) -> Callable[[int], None]:
         x, x_stride, residual, summed = arg(p, 0), arg(p, 1), arg(p, 2), arg(p, 3)
         weight, out, rows, hidden, eps = arg(p, 4), arg(p, 5), arg(p, 6), arg(p, 7), number(p, 8)
         row_bytes = hidden * size
+        rows_together = min(max(rows // 8, 1), 16)
         while True:
-            first = take(p, 16)
+            first = take(p, rows_together)
             if first >= rows:
                 break
-            for row in range(first, min(first + 16, rows)):
+            for row in range(first, min(first + rows_together, rows)):
                 source = x + row * x_stride
                 squares = simd.splat(np.float32(0.0))
                 for i in range(0, row_bytes, step):

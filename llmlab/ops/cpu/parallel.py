@@ -68,9 +68,13 @@ class Kernel:
         body: the function of one int64, the address of its arguments. Word 0 is the shared counter, word 1 a status that
             the kernel may set (:func:`report`), the arguments follow.
         layout: the arguments, for :mod:`struct`: q for a pointer or an integer, d for a float.
+
+    Attributes:
+        name: that of the function which made the body.
     """
 
     def __init__(self, body: Callable[[int], None], layout: str):
+        self.name = body.__qualname__.partition(".")[0].lstrip("_")
         self._compiled = compiled = _compile(body)  # owns the machine code
         self.address = compiled.address
         self._pack = struct.Struct("qq" + layout).pack

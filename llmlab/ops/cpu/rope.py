@@ -12,7 +12,7 @@ from llmlab.ops.cpu import simd
 from llmlab.ops.cpu.memory import empty
 from llmlab.ops.cpu.parallel import arg, kernel, report, take
 
-_SERIAL_BELOW = 1 << 16  # elements; below, one core is done before another is awake
+_SERIAL_BELOW = 1 << 13  # elements; below, one core is done before another is awake
 
 
 @kernel("qqqqqqqqqqqqqq")
@@ -24,11 +24,12 @@ def _rotate(kind: str) -> Callable[[int], None]:
         positions, table, max_position, rotary_dim = arg(p, 0), arg(p, 1), arg(p, 2), arg(p, 3)
         tokens, head_dim = arg(p, 4), arg(p, 5)
         half = rotary_dim // 2
+        together = min(max(tokens // 8, 1), 8)
         while True:
-            first = take(p, 8)
+            first = take(p, together)
             if first >= tokens:
                 break
-            for t in range(first, min(first + 8, tokens)):
+            for t in range(first, min(first + together, tokens)):
                 position = simd.load_int64(positions + 8 * t)
                 if position < 0 or position >= max_position:
                     report(p, t + 1)

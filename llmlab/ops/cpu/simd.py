@@ -7,9 +7,11 @@ they mean once, and do not depend on the auto-vectoriser. Nothing here is "fast 
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
+import llvmlite.binding as llvm
 import numpy as np
 import torch
 from llvmlite import ir
@@ -29,6 +31,24 @@ def heads_together(x: torch.Tensor) -> torch.Tensor:
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 BYTES = I8.as_pointer()
 VOID = ir.VoidType()
+
+
+@functools.cache
+def cpu_has(feature: str) -> bool:
+    """Whether the processor has an instruction set, by LLVM's name of it ("avx512f", "avx512bf16", "amx-bf16")."""
+    return bool(llvm.get_host_cpu_features().get(feature, False))
+
+
+class _BFloat(ir.types._BaseFloatType):  # llvmlite knows no bfloat; a name is all that is needed
+    null = "0.0"
+    intrinsic_name = "bf16"
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+
+_BFloat._create_instance()
+BFLOAT = _BFloat()
 
 
 def _vector(element: ir.Type, lanes: int = LANES) -> ir.VectorType:
@@ -96,8 +116,14 @@ def emit_decode(b: ir.IRBuilder, kind: str, stored: ir.Value) -> ir.Value:
 
 
 def emit_encode(b: ir.IRBuilder, kind: str, value: ir.Value) -> ir.Value:
-    """Float32 numbers as they are stored, rounded to nearest even."""
-    _, shape = _lanes_of(value.type)
+    """Float32 numbers as they are stored, rounded to nearest even.
+
+    AVX512-BF16 does sixteen in one instruction; it makes subnormal numbers (below 1.2e-38) zero.
+    """
+    lanes, shape = _lanes_of(value.type)
+    if kind == "bf16" and lanes == LANES and cpu_has("avx512bf16"):
+        rounded = call(b, "llvm.x86.avx512bf16.cvtneps2bf16.512", shape(BFLOAT), value)
+        return b.bitcast(rounded, shape(I16))
     if kind == "bf16":
         wide = shape(I32)
         bits = b.bitcast(value, wide)
@@ -352,17 +378,30 @@ def emit_exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return b.select(b.fcmp_unordered("uno", x, x), x, result)
 
 
-def emit_exp_below(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """:func:`emit_exp` of lanes that are not above 0, with half the instructions: no overflow to look after."""
+_EXP2 = {  # 2^r on [0, 1) by degree: coefficients that make the greatest relative error least (2⁻¹⁸, 2⁻²³·⁹)
+    4: (1.00000262, 0.693003833, 0.241442755, 0.0520114638, 0.0135341678),
+    6: (1.0, 0.693147004, 0.24022983, 0.0554833412, 0.00967884064, 0.00124396884, 0.000217022549),
+}
+
+
+def emit_exp2(b: ir.IRBuilder, x: ir.Value, degree: int) -> ir.Value:
+    """2^x of each lane. Without AVX-512, of lanes below 128 only, and 0 where the result would be subnormal."""
     number = lambda value: ir.Constant(VEC, [value] * LANES)
-    n = call(b, "llvm.rint.v16f32", VEC, b.fmul(x, number(1.44269504088896341)))
-    r = emit_fma(b, n, number(2.12194440e-4), emit_fma(b, n, number(-0.693359375), x))
-    y = number(1.9875691500e-4)
-    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0):
-        y = emit_fma(b, y, r, number(c))
+    if cpu_has("avx512dq"):  # two instructions take the fraction, and shift by the integer
+        every, default = ir.Constant(I16, -1), ir.Constant(I32, 4)
+        floor = ir.Constant(I32, 9)
+        fraction = call(b, "llvm.x86.avx512.mask.reduce.ps.512", VEC, x, floor, number(0.0), every, default)
+    else:
+        whole = call(b, "llvm.floor.v16f32", VEC, x)
+        fraction = b.fsub(x, whole)
+    *rest, y = (number(c) for c in _EXP2[degree])
+    for c in reversed(rest):
+        y = emit_fma(b, y, fraction, c)
+    if cpu_has("avx512dq"):
+        return call(b, "llvm.x86.avx512.mask.scalef.ps.512", VEC, y, x, number(0.0), every, default)
     wide = _vector(I32)
-    result = b.bitcast(b.add(b.bitcast(y, wide), b.shl(b.fptosi(n, wide), _splat_int(wide, 23))), VEC)
-    return b.select(b.fcmp_ordered("<", x, number(-87.3)), number(0.0), result)
+    shifted = b.add(b.bitcast(y, wide), b.shl(b.fptosi(whole, wide), _splat_int(wide, 23)))
+    return b.select(b.fcmp_ordered("<", x, number(-126.0)), number(0.0), b.bitcast(shifted, VEC))
 
 
 @intrinsic
@@ -371,10 +410,29 @@ def exp(typingctx: Any, x: Any) -> Any:
     return float32x16(float32x16), lambda context, b, sig, args: emit_exp(b, args[0])
 
 
-@intrinsic
-def exp_below(typingctx: Any, x: Any) -> Any:
-    """``exp(x)`` of each lane, none above 0; a NaN gives a NaN."""
-    return float32x16(float32x16), lambda context, b, sig, args: emit_exp_below(b, args[0])
+@intrinsic(prefer_literal=True)
+def silu(typingctx: Any, kind: Any, x: Any) -> Any:
+    """``x / (1 + exp(−x))`` of each lane, as exactly as float32 goes, or as bfloat16 and float16 can tell."""
+
+    def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        number = lambda value: ir.Constant(VEC, [value] * LANES)
+        x = args[1]
+        if _literal(kind) == "f32" or not cpu_has("avx512dq"):
+            return b.fdiv(x, b.fadd(number(1.0), emit_exp(b, b.fsub(number(0.0), x))))
+        below = b.fadd(number(1.0), emit_exp2(b, b.fmul(x, number(-1.44269504088896341)), 6))
+        below = b.select(b.fcmp_ordered("<", below, number(3e38)), below, number(3e38))
+        guess = call(b, "llvm.x86.avx512.rcp14.ps.512", VEC, below, number(0.0), ir.Constant(I16, -1))
+        error = emit_fma(b, b.fsub(number(0.0), below), guess, number(1.0))
+        return b.fmul(x, emit_fma(b, error, guess, guess))  # one step of Newton's method
+
+    return float32x16(kind, float32x16), codegen
+
+
+@intrinsic(prefer_literal=True)
+def exp2(typingctx: Any, degree: Any, x: Any) -> Any:
+    """``exp2(degree, x)``: 2^x of each lane, none above 127, to 18 bits (degree 4, a literal) or 24 (6)."""
+    code = lambda context, b, sig, args: emit_exp2(b, args[1], _literal(degree))
+    return float32x16(degree, float32x16), code
 
 
 @intrinsic

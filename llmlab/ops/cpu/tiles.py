@@ -9,18 +9,19 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from llmlab.ops.cpu.simd import (
+    BFLOAT,
     F32,
     I32,
     LANES,
     VEC,
     call,
+    cpu_has,
     emit_fma,
     emit_load,
     emit_prefetch,
@@ -37,22 +38,7 @@ PREFETCH_BYTES = (
 )
 
 
-@functools.cache
-def cpu_has(feature: str) -> bool:
-    """Whether the processor has an instruction set, by LLVM's name of it ("avx512f", "avx512bf16", "amx-bf16")."""
-    return bool(llvm.get_host_cpu_features().get(feature, False))
-
-
-class _BFloat(ir.types._BaseFloatType):  # llvmlite knows no bfloat; a name is all that is needed
-    null = "0.0"
-    intrinsic_name = "bf16"
-
-    def __str__(self) -> str:
-        return "bfloat"
-
-
-_BFloat._create_instance()
-_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+_PAIRS = ir.VectorType(BFLOAT, 2 * LANES)
 _WORDS = ir.VectorType(I32, LANES)
 
 
