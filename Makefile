@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 MODEL  ?= smollm2-135m-instruct
-NBVAL  := --nbval --nbval-current-env --nbval-sanitize-with=nbs/sanitize.cfg --nbval-cell-timeout=180 -p no:cacheprovider --color=no
+NBVAL  := --nbval --nbval-current-env --nbval-sanitize-with=nbs/sanitize.cfg --nbval-cell-timeout=400 -p no:cacheprovider --color=no
 
 .PHONY: help setup fetch report test lint unit notebooks lab bench format clean
 
