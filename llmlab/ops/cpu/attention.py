@@ -12,12 +12,13 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numba import njit
 from torch import Tensor
 
 from llmlab.ops import attention as reference
 from llmlab.ops.cpu import flash, simd
 from llmlab.ops.cpu.memory import empty, zeros
-from llmlab.ops.cpu.parallel import arg, kernel, number, take
+from llmlab.ops.cpu.parallel import arg, kernel, number, piece, take
 from llmlab.ops.cpu.tiles import score_tile, weighted_sum
 
 _TILE = 32  # keys whose scores are computed before the running maximum is looked at
@@ -25,7 +26,7 @@ _MAX_GROUP = 8  # query heads together; a larger group is served in parts
 _MAX_PARTS = 16
 
 
-@kernel("qqqqqqqqqqqqqqdqdqqqqq")
+@kernel("qqqqqqqqqqqqqqdqdqqqqqq")
 def _decode(method: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Callable[[int], None]:
     """One item: all heads of one token over one part of its context."""
     kind = method.removesuffix("dot")
@@ -45,66 +46,57 @@ def _decode(method: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Ca
         block_table, table_stride, query_start_loc = arg(p, 7), arg(p, 8), arg(p, 9)
         seq_lens, num_reqs, tokens, count = arg(p, 10), arg(p, 11), arg(p, 12), arg(p, 13)
         scale, window, soft_cap = np.float32(number(p, 14)), arg(p, 15), np.float32(number(p, 16))
-        max_parts, parts, counters, out, lse = arg(p, 17), arg(p, 18), arg(p, 19), arg(p, 20), arg(p, 21)
+        max_parts, parts, counters, out, lse, threads = arg(p, 17), arg(p, 18), arg(p, 19), arg(p, 20), arg(p, 21), arg(p, 22)
         sums, highs, totals = simd.scratch(sums_bytes), simd.scratch(state_bytes), simd.scratch(state_bytes)
         scores, factors, offsets = simd.scratch(scores_bytes), simd.scratch(64), simd.scratch(offsets_bytes)
         low, zero = np.float32(-np.inf), np.float32(0.0)
         longest = 0
         for r in range(num_reqs):
             longest = max(longest, simd.load_int32(seq_lens + 4 * r))
-        part_keys = (longest + max_parts * tile - 1) // (max_parts * tile) * tile
-        while True:
-            item = take(p, 1)
-            if item >= count * max_parts:
-                break
-            which, part = item // max_parts, item % max_parts
+        part_keys = max((longest + max_parts * tile - 1) // (max_parts * tile), 1) * tile
+        most = max((longest + part_keys - 1) // part_keys, 1)  # parts that the longest context has
+        item, last_item = piece(take(p, 1), count * most, threads)
+        half, ready = 0, 0  # which half of the offsets is this tile's; how many of them are known already
+        while item < last_item:
+            which, part = item // most, item % most
             token = simd.load_int64(tokens + 8 * which) if tokens else which
-            # the request that the token belongs to: the last one that starts at or before it
-            request, above = 0, num_reqs
-            while above - request > 1:
-                middle = (request + above) // 2
-                if simd.load_int32(query_start_loc + 4 * middle) <= token:
-                    request = middle
-                else:
-                    above = middle
-            after = simd.load_int32(query_start_loc + 4 * (request + 1)) - 1 - token
-            keys = simd.load_int32(seq_lens + 4 * request) - after
-            begin = max(keys - window, 0) if window > 0 else 0
-            num_parts = max((keys - begin + part_keys - 1) // part_keys, 1)
-            if part >= num_parts:
-                continue
-            begin += part * part_keys
-            end = min(begin + part_keys, keys)
+            request, begin, end, num_parts = _range(token, part, part_keys, query_start_loc, seq_lens, num_reqs, window)
+            following, past = item + 1, last_item
+            if following >= past:
+                following, past = piece(take(p, 1), count * most, threads)
+            item, last_item = following, past
+            table = block_table + 4 * table_stride * request
             for i in range(0, sums_bytes, 64):
                 simd.store("f32", sums + i, simd.splat(zero))
             for i in range(0, state_bytes, 64):
                 simd.store("f32", highs + i, simd.splat(low))
                 simd.store("f32", totals + i, simd.splat(zero))
-            table = block_table + 4 * table_stride * request
-            # where the keys of a tile stand; the tile after it is asked for while this one is worked on
-            index, slot = begin // block_size, begin % block_size
-            base = simd.load_int32(table + 4 * index) * block_stride
-            ready, start = 0, begin
-            while start < end:
+            for start in range(begin, end, tile):
                 n = min(tile, end - start)
-                while ready < min(start + 2 * tile, end) - begin:
-                    offset = base + slot * slot_stride
-                    simd.store_int64(offsets + 8 * (ready % (2 * tile)), offset)
-                    for line in range(0, slot_stride, 64):
-                        simd.prefetch(key_cache + offset + line)
-                        simd.prefetch(value_cache + offset + line)
-                    ready, slot = ready + 1, slot + 1
-                    if slot == block_size and ready < end - begin:
-                        index, slot = index + 1, 0
-                        base = simd.load_int32(table + 4 * index) * block_stride
-                here = offsets + 8 * ((start - begin) % (2 * tile))
-                last = simd.load_int64(here + 8 * (n - 1))
+                here, there = offsets + half * tile * 8, offsets + (1 - half) * tile * 8
+                if ready == 0:
+                    _locate(table, start, n, block_size, block_stride, slot_stride, here)
                 for j in range(n, (n + lanes - 1) // lanes * lanes):
-                    simd.store_int64(here + 8 * j, last)  # keys that fill up the last vector; masked below
+                    simd.store_int64(here + 8 * j, simd.load_int64(here + 8 * (n - 1)))  # fill the last vector; masked below
+                # the tile after this one, which is asked for bit by bit while this one is worked on
+                ready = min(tile, end - start - tile)
+                if ready > 0:
+                    _locate(table, start + tile, ready, block_size, block_stride, slot_stride, there)
+                elif item < last_item:
+                    next_token = simd.load_int64(tokens + 8 * (item // most)) if tokens else item // most
+                    next_request, next_begin, next_end, _ = _range(
+                        next_token, item % most, part_keys, query_start_loc, seq_lens, num_reqs, window
+                    )
+                    ready = min(tile, next_end - next_begin)
+                    next_table = block_table + 4 * table_stride * next_request
+                    _locate(next_table, next_begin, ready, block_size, block_stride, slot_stride, there)
+                ready, half = max(ready, 0), 1 - half
                 for of in range(groups):
                     head = of * group
                     shift = of // groups_per_kv_head * row
                     queries = q + token * q_stride + head * row
+                    some, more = of * ready // groups, (of + 1) * ready // groups
+                    _ask(key_cache, there, some, more, slot_stride)
                     for j in range(0, n, lanes):
                         at = scores + 4 * j
                         score_tile(method, group, head_dim, queries, key_cache + shift, here + 8 * j, at, 4 * tile)
@@ -131,8 +123,10 @@ def _decode(method: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Ca
                         simd.store("f32", highs + 4 * (head + g), high)
                         simd.store("f32", totals + 4 * (head + g), total)
                     mine = sums + head * head_dim * 4
+                    _ask(value_cache, there, some, more, slot_stride)
                     weighted_sum(kind, group, head_dim, value_cache + shift, here, n, scores, 4 * tile, factors, mine)
-                start += tile
+            if begin >= end:
+                continue  # no such part
             if num_parts > 1:
                 # leave the part for whoever comes last; who does, reads all of them in order
                 mine = parts + which * max_parts * part_bytes
@@ -169,6 +163,46 @@ def _decode(method: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Ca
                     simd.store("f32", lse + (token * num_heads + head) * 4, high + np.float32(math.log(total)))
 
     return body
+
+
+@njit
+def _range(token, part, part_keys, query_start_loc, seq_lens, num_reqs, window):  # type: ignore[no-untyped-def]
+    """``(request, first key, last key + 1, number of parts)`` of one part of a token's context; no keys if there is no such part."""
+    request, above = 0, num_reqs  # the request is the last one that starts at or before the token
+    while above - request > 1:
+        middle = (request + above) // 2
+        if simd.load_int32(query_start_loc + 4 * middle) <= token:
+            request = middle
+        else:
+            above = middle
+    after = simd.load_int32(query_start_loc + 4 * (request + 1)) - 1 - token
+    keys = simd.load_int32(seq_lens + 4 * request) - after
+    begin = max(keys - window, 0) if window > 0 else 0
+    num_parts = max((keys - begin + part_keys - 1) // part_keys, 1)
+    begin = min(begin + part * part_keys, keys)
+    return request, begin, min(begin + part_keys, keys), num_parts
+
+
+@njit
+def _locate(table, first, count, block_size, block_stride, slot_stride, offsets):  # type: ignore[no-untyped-def]
+    """Where ``count`` keys from ``first`` on stand in the cache, in bytes."""
+    index, slot = first // block_size, first % block_size
+    j = 0
+    while j < count:
+        offset = simd.load_int32(table + 4 * index) * block_stride + slot * slot_stride
+        for _ in range(min(block_size - slot, count - j)):
+            simd.store_int64(offsets + 8 * j, offset)
+            offset, j = offset + slot_stride, j + 1
+        index, slot = index + 1, 0
+
+
+@njit
+def _ask(cache, offsets, first, last, size):  # type: ignore[no-untyped-def]
+    """Prefetch ``size`` bytes of each key or value from ``first`` to ``last``, in the order in which they lie."""
+    for j in range(first, last):
+        at = cache + simd.load_int64(offsets + 8 * j)
+        for line in range(0, size, 64):
+            simd.prefetch(at + line)
 
 
 def part_floats(num_heads: int, head_dim: int) -> int:
@@ -256,5 +290,6 @@ def paged_attention(
             counters.data_ptr(),
             out.data_ptr(),
             0 if lse is None else lse.data_ptr(),
+            torch.get_num_threads(),
         )
     return out if lse is None else (out, lse)

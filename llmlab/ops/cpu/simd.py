@@ -11,12 +11,12 @@ import functools
 import operator
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import config, njit, types
 from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic, models, overload, register_model
 
 LANES = 16
@@ -35,8 +35,10 @@ VOID = ir.VoidType()
 
 @functools.cache
 def cpu_has(feature: str) -> bool:
-    """Whether the processor has an instruction set, by LLVM's name of it ("avx512f", "avx512bf16", "amx-bf16")."""
-    return bool(llvm.get_host_cpu_features().get(feature, False))
+    """Whether numba compiles for an instruction set, by LLVM's name of it ("avx512f", "avx512bf16", "amx-bf16"): the
+    processor's, unless ``NUMBA_CPU_FEATURES`` says otherwise."""
+    chosen = config.CPU_FEATURES
+    return f"+{feature}" in (get_host_cpu_features() if chosen is None else chosen).split(",")
 
 
 class _BFloat(ir.types._BaseFloatType):  # llvmlite knows no bfloat; a name is all that is needed
