@@ -24,6 +24,7 @@ from llmlab.ops.cpu.tiles import score_tile, weighted_sum
 _TILE = 32  # keys whose scores are computed before the running maximum is looked at
 _MAX_GROUP = 8  # query heads together; a larger group is served in parts
 _MAX_PARTS = 16
+_LOG2_E = math.log2(math.e)
 
 
 @kernel("qqqqqqqqqqqqqqdqdqqqqqq")
@@ -38,6 +39,7 @@ def _decode(method: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Ca
     sums_bytes = num_heads * head_dim * 4
     state_bytes = -(-num_heads // lanes) * 64  # one float32 a head
     part_bytes = part_floats(num_heads, head_dim) * 4
+    degree = 6 if kind == "f32" else 4
     scores_bytes, offsets_bytes = group * tile * 4, 2 * tile * 8
 
     def body(p: int) -> None:
@@ -46,10 +48,18 @@ def _decode(method: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Ca
         block_table, table_stride, query_start_loc = arg(p, 7), arg(p, 8), arg(p, 9)
         seq_lens, num_reqs, tokens, count = arg(p, 10), arg(p, 11), arg(p, 12), arg(p, 13)
         scale, window, soft_cap = np.float32(number(p, 14)), arg(p, 15), np.float32(number(p, 16))
-        max_parts, parts, counters, out, lse, threads = arg(p, 17), arg(p, 18), arg(p, 19), arg(p, 20), arg(p, 21), arg(p, 22)
+        max_parts, parts, counters, out, lse, threads = (
+            arg(p, 17),
+            arg(p, 18),
+            arg(p, 19),
+            arg(p, 20),
+            arg(p, 21),
+            arg(p, 22),
+        )
         sums, highs, totals = simd.scratch(sums_bytes), simd.scratch(state_bytes), simd.scratch(state_bytes)
-        scores, factors, offsets = simd.scratch(scores_bytes), simd.scratch(64), simd.scratch(offsets_bytes)
+        scores, shrinks, offsets = simd.scratch(scores_bytes), simd.scratch(64), simd.scratch(offsets_bytes)
         low, zero = np.float32(-np.inf), np.float32(0.0)
+        factor = np.float32(_LOG2_E) if soft_cap > zero else scale * np.float32(_LOG2_E)  # weights are powers of 2
         longest = 0
         for r in range(num_reqs):
             longest = max(longest, simd.load_int32(seq_lens + 4 * r))
@@ -77,7 +87,9 @@ def _decode(method: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Ca
                 if ready == 0:
                     _locate(table, start, n, block_size, block_stride, slot_stride, here)
                 for j in range(n, (n + lanes - 1) // lanes * lanes):
-                    simd.store_int64(here + 8 * j, simd.load_int64(here + 8 * (n - 1)))  # fill the last vector; masked below
+                    simd.store_int64(
+                        here + 8 * j, simd.load_int64(here + 8 * (n - 1))
+                    )  # fill the last vector; masked below
                 # the tile after this one, which is asked for bit by bit while this one is worked on
                 ready = min(tile, end - start - tile)
                 if ready > 0:
@@ -104,27 +116,27 @@ def _decode(method: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Ca
                         mine = scores + g * tile * 4
                         top = simd.splat(low)
                         for j in range(0, n, lanes):
-                            s = simd.load("f32", mine + 4 * j) * simd.splat(scale)
+                            s = simd.load("f32", mine + 4 * j)
                             if soft_cap > zero:
-                                s = simd.capped(s, soft_cap)
-                            s = simd.keep_first(s, n - j, low)
+                                s = simd.capped(s * simd.splat(scale), soft_cap)
+                            s = simd.keep_first(s * simd.splat(factor), n - j, low)
                             simd.store("f32", mine + 4 * j, s)
                             top = simd.maximum(s, top)
                         old = simd.load_one("f32", highs + 4 * (head + g))
                         high = max(old, simd.highest(top))
                         summed = simd.splat(zero)
                         for j in range(0, n, lanes):
-                            weight = simd.exp(simd.load("f32", mine + 4 * j) - simd.splat(high))
+                            weight = simd.exp2(degree, simd.load("f32", mine + 4 * j) - simd.splat(high))
                             simd.store("f32", mine + 4 * j, weight)
                             summed = summed + weight
-                        factor = simd.exp_one(old - high)
-                        total = simd.load_one("f32", totals + 4 * (head + g)) * factor + simd.total(summed)
-                        simd.store("f32", factors + 4 * g, factor)
+                        shrink = simd.exp2_one(old - high)
+                        total = simd.load_one("f32", totals + 4 * (head + g)) * shrink + simd.total(summed)
+                        simd.store("f32", shrinks + 4 * g, shrink)
                         simd.store("f32", highs + 4 * (head + g), high)
                         simd.store("f32", totals + 4 * (head + g), total)
                     mine = sums + head * head_dim * 4
                     _ask(value_cache, there, some, more, slot_stride)
-                    weighted_sum(kind, group, head_dim, value_cache + shift, here, n, scores, 4 * tile, factors, mine)
+                    weighted_sum(kind, group, head_dim, value_cache + shift, here, n, scores, 4 * tile, shrinks, mine)
             if begin >= end:
                 continue  # no such part
             if num_parts > 1:
@@ -145,11 +157,11 @@ def _decode(method: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Ca
                         simd.store("f32", sums + head * head_dim * 4 + i, simd.splat(zero))
                     for s in range(num_parts):
                         state = mine + s * part_bytes + sums_bytes + 4 * head
-                        factor = simd.exp_one(simd.load_one("f32", state) - high)
-                        total += factor * simd.load_one("f32", state + state_bytes)
+                        share = simd.exp2_one(simd.load_one("f32", state) - high)
+                        total += share * simd.load_one("f32", state + state_bytes)
                         for i in range(head * head_dim * 4, (head + 1) * head_dim * 4, 64):
                             added = simd.load("f32", mine + s * part_bytes + i)
-                            simd.store("f32", sums + i, simd.fma(simd.splat(factor), added, simd.load("f32", sums + i)))
+                            simd.store("f32", sums + i, simd.fma(simd.splat(share), added, simd.load("f32", sums + i)))
                     simd.store("f32", highs + 4 * head, high)
                     simd.store("f32", totals + 4 * head, total)
             for head in range(num_heads):
@@ -159,15 +171,15 @@ def _decode(method: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Ca
                     value = simd.load("f32", sums + (head * head_dim + i) * 4) * inverse
                     simd.store(kind, out + (token * num_heads + head) * row + i * size, value)
                 if lse != 0:
-                    high = simd.load_one("f32", highs + 4 * head)
-                    simd.store("f32", lse + (token * num_heads + head) * 4, high + np.float32(math.log(total)))
+                    natural = math.log(total) + simd.load_one("f32", highs + 4 * head) / _LOG2_E
+                    simd.store("f32", lse + (token * num_heads + head) * 4, np.float32(natural))
 
     return body
 
 
 @njit
 def _range(token, part, part_keys, query_start_loc, seq_lens, num_reqs, window):  # type: ignore[no-untyped-def]
-    """``(request, first key, last key + 1, number of parts)`` of one part of a token's context; no keys if there is no such part."""
+    """``(request, first key, last key + 1, number of parts)`` of a part of a token's context; no keys if there is no such part."""
     request, above = 0, num_reqs  # the request is the last one that starts at or before the token
     while above - request > 1:
         middle = (request + above) // 2

@@ -154,8 +154,9 @@ def emit_fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value
     return call(b, "llvm.fma.v16f32", VEC, x, y, z)
 
 
-def emit_prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
-    read, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)
+def emit_prefetch(b: ir.IRBuilder, address: ir.Value, locality: int = 3) -> None:
+    """Ask for a cache line; into the L1 cache (locality 3) or the L2 cache (2)."""
+    read, keep, data = ir.Constant(I32, 0), ir.Constant(I32, locality), ir.Constant(I32, 1)
     call(b, "llvm.prefetch.p0", VOID, pointer(b, address, I8), read, keep, data)
 
 
@@ -282,10 +283,10 @@ def copy(typingctx: Any, target: Any, source: Any, count: Any) -> Any:
 
 @intrinsic
 def prefetch(typingctx: Any, address: Any) -> Any:
-    """``prefetch(address)``: ask for the cache line, go on."""
+    """``prefetch(address)``: ask for the cache line, into the L2 cache, and go on."""
 
     def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        emit_prefetch(b, args[0])
+        emit_prefetch(b, args[0], 2)
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
@@ -438,10 +439,13 @@ def exp2(typingctx: Any, degree: Any, x: Any) -> Any:
 
 
 @intrinsic
-def exp_one(typingctx: Any, x: Any) -> Any:
-    """``exp_one(float32) -> float32``, the same function."""
-    code = lambda context, b, sig, args: b.extract_element(emit_exp(b, emit_splat(b, args[0])), ir.Constant(I32, 0))
-    return types.float32(types.float32), code
+def exp2_one(typingctx: Any, x: Any) -> Any:
+    """``exp2_one(float32) -> float32``: :func:`exp2` of degree 6."""
+
+    def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return b.extract_element(emit_exp2(b, emit_splat(b, args[0]), 6), ir.Constant(I32, 0))
+
+    return types.float32(types.float32), codegen
 
 
 def _arithmetic(function: Any, instruction: str) -> None:
