@@ -179,7 +179,7 @@ def _decode(method: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Ca
 
 @njit
 def _range(token, part, part_keys, query_start_loc, seq_lens, num_reqs, window):  # type: ignore[no-untyped-def]
-    """``(request, first key, last key + 1, number of parts)`` of a part of a token's context; no keys if there is no such part."""
+    """``(request, first key, last key + 1, number of parts)`` of a part of a token's context; without keys: no such part."""
     request, above = 0, num_reqs  # the request is the last one that starts at or before the token
     while above - request > 1:
         middle = (request + above) // 2

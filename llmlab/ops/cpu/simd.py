@@ -423,10 +423,10 @@ def silu(typingctx: Any, kind: Any, x: Any) -> Any:
         if _literal(kind) == "f32" or not cpu_has("avx512dq"):
             return b.fdiv(x, b.fadd(number(1.0), emit_exp(b, b.fsub(number(0.0), x))))
         below = b.fadd(number(1.0), emit_exp2(b, b.fmul(x, number(-1.44269504088896341)), 6))
-        below = b.select(b.fcmp_ordered("<", below, number(3e38)), below, number(3e38))
         guess = call(b, "llvm.x86.avx512.rcp14.ps.512", VEC, below, number(0.0), ir.Constant(I16, -1))
         error = emit_fma(b, b.fsub(number(0.0), below), guess, number(1.0))
-        return b.fmul(x, emit_fma(b, error, guess, guess))  # one step of Newton's method
+        inverse = emit_fma(b, error, guess, guess)  # one step of Newton's method
+        return b.fmul(x, b.select(b.fcmp_ordered(">", below, number(3e38)), number(0.0), inverse))
 
     return float32x16(kind, float32x16), codegen
 
