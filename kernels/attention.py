@@ -54,10 +54,10 @@ def paged_attention(
         )
     else:
         narrow = choose_tile(num_reqs, num_reqs, group, head_dim, q.dtype, machine)
-        longest = num_tokens - num_reqs + 1  # the most queries that one request can have, if none is empty
-        wide = choose_tile(longest, 1, group, head_dim, q.dtype, machine)
+        # Were no request empty, none could have more queries than this.
+        wide = choose_tile(num_tokens - num_reqs + 1, 1, group, head_dim, q.dtype, machine)
         fitting = queries_per_tile(narrow, group)
-        if longest > fitting:
+        if num_tokens > fitting:
             launch_paged_attention(out, lse, *operands, wide, shorter_than=fitting + 1)
         splits = choose_splits(q, key_cache, block_table, num_reqs, sliding_window, narrow, by_request=True)
         attend_in_splits(out, lse, *operands, narrow, splits, by_request=True)

@@ -25,7 +25,7 @@ def tile_of(program, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
     return first_m + program % per_group % rows, program % per_group // rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def linear_kernel(
     x_ptr,
     weight_ptr,
@@ -75,7 +75,7 @@ def linear_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def sum_splits_kernel(
     parts_ptr, bias_ptr, out_ptr, M, N, SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
@@ -90,7 +90,7 @@ def sum_splits_kernel(
     tl.store(out_ptr + row * N + cols, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "num_programs"])
 def linear_tma_kernel(
     x_desc,  # [M, K] in blocks [BLOCK_M, BLOCK_K]
     weight_desc,  # [N, K] in blocks [BLOCK_N, BLOCK_K]

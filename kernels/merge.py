@@ -9,7 +9,7 @@ from llmlab.kernels.tiles import ceil_div, row_tile
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def merge_attention_states_kernel(
     out_a_ptr,
     lse_a_ptr,

@@ -13,7 +13,7 @@ from llmlab.kernels.tiles import ceil_div, require_unit_stride, row_tile
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr,
     weight_ptr,
@@ -40,7 +40,7 @@ def rms_norm_kernel(
     tl.store(out_ptr + rows[:, None] * row_length + cols[None, :], out, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def fused_add_rms_norm_kernel(
     x_ptr,
     residual_ptr,

@@ -128,7 +128,7 @@ def fold_paged_tile(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "num_query_blocks", "shorter_than", "block_table_stride", "window"])
 def paged_attention_kernel(
     out_ptr,  # [T, Hq, D]; with splits [rows, Hq, NUM_SPLITS, D] in float32
     lse_ptr,  # [T, Hq] in natural logarithms; with splits [rows, Hq, NUM_SPLITS] in base 2

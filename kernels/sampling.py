@@ -27,7 +27,7 @@ __all__ = [
 BLOCK = 4096  # logits a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_cells"])
 def apply_penalties_kernel(
     logits_ptr,  # changed in place
     rows_ptr,

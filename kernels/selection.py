@@ -230,7 +230,7 @@ def top_k_top_p_kernel(
             tl.store(out_ptr + start + cols, tl.where(ordered_key(x) >= threshold, x, float("-inf")), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def top_n_kernel(
     logits_ptr,
     token_ids_ptr,

@@ -95,9 +95,19 @@ def test_freed_blocks_left_of_the_window_may_be_garbage(paged_batch, assert_near
     assert_near(out, expected)
 
 
-def test_empty_requests_and_empty_batch(paged_batch, assert_near):
-    batch = paged_batch([(0, 7), (3, 9), (0, 0), (2, 2), (0, 30)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "lens",
+    [[(0, 7), (3, 9), (0, 0), (2, 2), (0, 30)], [(0, 3), (0, 0), (5, 9)], [(0, 4), (0, 1), (2, 9), (0, 5)]],
+    ids=str,
+)
+def test_empty_requests(paged_batch, assert_near, lens, dtype):
+    """They may stand anywhere; the others may then have more queries than the shapes let one expect."""
+    batch = paged_batch(lens, 8, 2, 64, 16, dtype)
     assert_near(paged_attention(*batch.args, 0.125), batch.oracle(0.125)[0])
+
+
+def test_empty_batch(paged_batch):
     batch = paged_batch([])
     out, lse = paged_attention(*batch.args, 0.125, return_lse=True)
     assert out.shape == (0, 4, 64) and lse.shape == (0, 4)
