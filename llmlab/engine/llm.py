@@ -54,7 +54,7 @@ class LLM:
         logprobs_mode: "raw_logprobs" (the model's own) or "processed_logprobs" (of what is sampled from).
         logits_processors: custom ones (:class:`llmlab.sampling.processors.LogitsProcessor`), applied in order.
         tensor_parallel_size: only 1 so far.
-        enforce_eager: accepted for vLLM's sake; nothing is captured in graphs yet.
+        enforce_eager: run every step op by op, none from a recorded graph (see :mod:`llmlab.engine.step_graphs`).
 
     Raises:
         FileNotFoundError: the model, or a file of it, does not exist.
@@ -132,7 +132,7 @@ class LLM:
         eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
         self.config = config
         self.engine = LLMEngine(
-            Runner(self.model, cache_config, torch_dtype),
+            Runner(self.model, cache_config, torch_dtype, enforce_eager),
             Scheduler(scheduler_config, cache_config, eos_token_ids),
             Sampler(
                 config.vocab_size,

@@ -60,7 +60,7 @@ class Runner:
         """Hidden states ``[num_sched_tokens, hidden_size]``: from a recorded graph where there is one, else op by op."""
         with torch.inference_mode():
             hidden = self._graphs.run(batch) if self.plays_graphs and not recording() else None
-            return self.model.forward(batch, self._layer_caches) if hidden is None else hidden
+            return self._forward(batch, self._layer_caches) if hidden is None else hidden
 
     @property
     def plays_graphs(self) -> bool:

@@ -1,0 +1,164 @@
+"""The CPU's paged attention against torch's SDPA in float64: decodes, parts of contexts, prompts in tiles, any mix of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from llmlab import ops
+from llmlab.ops.cpu import amx, flash
+
+# float32 sums; bfloat16 and float16: the result rounded once, and with bfloat16 products the weights as well.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+MIXES = {
+    "one decode": [(1, 1)],
+    "a long context in parts": [(1, 700)],
+    "decodes": [(1, 64), (1, 65), (1, 1), (1, 300), (1, 31)],
+    "short chunks": [(7, 70), (16, 20)],
+    "prompts": [(17, 17), (33, 33), (150, 150)],
+    "chunks": [(40, 200), (32, 70), (300, 500)],
+    "a mix": [(1, 130), (20, 64), (0, 3), (65, 65), (1, 1), (3, 50)],
+}
+SHAPES = {"gqa": (9, 3, 64, 16), "mha": (2, 2, 80, 1), "mqa": (8, 1, 128, 7)}
+
+
+def paged(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, seed=0):
+    """Requests ``(query_len, seq_len)`` in shuffled blocks; what no request owns is NaN, unused table entries point nowhere."""
+    g = torch.Generator().manual_seed(seed)
+    blocks_of = [-(-seq // block_size) for _, seq in lens]
+    num_blocks = sum(blocks_of) + 3
+    order = torch.randperm(num_blocks, generator=g).tolist()
+    caches = torch.full((2, num_blocks, block_size, num_kv_heads, head_dim), math.nan, dtype=dtype)
+    table = torch.full((len(lens), max(blocks_of) + 2), 2**30, dtype=torch.int32)
+    contexts = []
+    for r, (_, seq) in enumerate(lens):
+        mine = torch.tensor([order.pop() for _ in range(blocks_of[r])])
+        table[r, : len(mine)] = mine
+        kv = torch.randn(2, seq, num_kv_heads, head_dim, generator=g).to(dtype)
+        at = torch.arange(seq)
+        caches[:, mine[at // block_size], at % block_size] = kv
+        contexts.append(kv)
+    starts = torch.tensor([0] + [q for q, _ in lens]).cumsum(0).int()
+    joined = torch.randn(int(starts[-1]), num_heads + 2 * num_kv_heads, head_dim, generator=g).to(dtype)
+    seq_lens = torch.tensor([seq for _, seq in lens], dtype=torch.int32)
+    return (joined[:, :num_heads], *caches, table, starts, seq_lens), contexts
+
+
+def oracle(q, kv, scale, window=None, soft_cap=None):
+    """One request in float64: ``(out, lse)``, by SDPA where it can, by the formula with a soft cap."""
+    query_len, seq_len, per_kv_head = len(q), kv.shape[1], q.shape[1] // kv.shape[2]
+    own, seen = torch.arange(seq_len - query_len, seq_len)[:, None], torch.arange(seq_len)[None]
+    mask = (seen <= own) & (seen > own - window if window else True)
+    q, k, v = (x.double().transpose(0, 1) for x in (q, *kv))
+    k, v = k.repeat_interleave(per_kv_head, 0), v.repeat_interleave(per_kv_head, 0)
+    scores = q @ k.transpose(1, 2) * scale
+    if soft_cap:
+        scores = soft_cap * (scores / soft_cap).tanh()
+    scores = scores.masked_fill(~mask, -math.inf)
+    if soft_cap:
+        out = scores.softmax(-1) @ v
+    else:
+        out = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scale)[
+            0
+        ]
+    return out.transpose(0, 1), scores.logsumexp(-1).T
+
+
+def check(lens, shape, dtype, window=None, soft_cap=None, seed=0):
+    args, contexts = paged(lens, *shape, dtype, seed)
+    scale = shape[2] ** -0.5
+    out, lse = ops.paged_attention.cpu(*args, scale, window, soft_cap, return_lse=True)
+    assert out.dtype == dtype and out.shape == args[0].shape and lse.dtype == torch.float32
+    for r, kv in enumerate(contexts):
+        begin, end = args[4][r : r + 2].tolist()
+        if begin == end:
+            continue
+        expected, expected_lse = oracle(args[0][begin:end], kv, scale, window, soft_cap)
+        torch.testing.assert_close(out[begin:end].double(), expected, rtol=0, atol=TOLERANCE[dtype])
+        torch.testing.assert_close(lse[begin:end].double(), expected_lse, rtol=0, atol=3e-5)
+    assert torch.equal(ops.paged_attention.cpu(*args, scale, window, soft_cap), out)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("mix", list(MIXES))
+def test_mixes(mix, dtype):
+    check(MIXES[mix], SHAPES["gqa"], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", ["mha", "mqa"])
+def test_heads_and_block_sizes(shape, dtype):
+    check(MIXES["a mix"], SHAPES[shape], dtype)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+@pytest.mark.parametrize("window", [1, 17, 64, 1000])
+def test_windows_and_soft_caps(window, soft_cap):
+    for dtype in (torch.float32, torch.bfloat16):
+        check([*MIXES["a mix"], (90, 400), (1, 300)], SHAPES["gqa"], dtype, window, soft_cap)
+
+
+def test_large_scores_do_not_overflow():
+    args, contexts = paged([(1, 100), (40, 90)], *SHAPES["gqa"], torch.float32)
+    out = ops.paged_attention.cpu(*args, 300.0)
+    for r, kv in enumerate(contexts):
+        begin, end = args[4][r : r + 2].tolist()
+        expected, _ = oracle(args[0][begin:end], kv, 300.0)
+        torch.testing.assert_close(out[begin:end].double(), expected, rtol=0, atol=5e-3)  # float32 scores of thousands
+
+
+@pytest.mark.parametrize("method", ["f32", "bf16dot"])
+def test_prompts_without_amx(method, monkeypatch):
+    if method == "bf16dot" and flash._method(torch.bfloat16, 64) == "f32":
+        pytest.skip("no bfloat16 pair products here")
+    monkeypatch.setattr(amx, "available", lambda: False)
+    if method == "f32":
+        monkeypatch.setattr(flash, "_method", lambda dtype, head_dim: "f32")
+    check(MIXES["chunks"], SHAPES["gqa"], torch.bfloat16)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_any_number_of_threads(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(MIXES["a long context in parts"], SHAPES["gqa"], torch.float32)
+        check(MIXES["a mix"], SHAPES["gqa"], torch.float32)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_request_alone_or_in_a_crowd_gives_the_same_bits():
+    """Who else is in the batch may decide how a context is split, not what a prompt's tile computes."""
+    lens = [(33, 90), (1, 40), (50, 50)]
+    args, _ = paged(lens, *SHAPES["gqa"], torch.float32)
+    together = ops.paged_attention.cpu(*args, 0.125)
+    q, keys, values, table, starts, seq_lens = args
+    for r in (0, 2):
+        begin, end = starts[r : r + 2].tolist()
+        alone = (
+            q[begin:end],
+            keys,
+            values,
+            table[r : r + 1],
+            torch.tensor([0, end - begin]).int(),
+            seq_lens[r : r + 1],
+        )
+        assert torch.equal(ops.paged_attention.cpu(*alone, 0.125), together[begin:end])
+
+
+def test_what_the_kernels_do_not_take_goes_to_the_reference():
+    for shape, dtype, scale in (((4, 2, 24, 4), torch.float32, 0.2), ((4, 2, 32, 4), torch.float64, 0.2)):
+        args, _ = paged([(3, 9), (1, 5)], *shape, dtype)
+        assert torch.equal(ops.paged_attention.cpu(*args, scale), ops.paged_attention.reference(*args, scale))
+    args, _ = paged([(3, 9)], 4, 2, 32, 4, torch.float32)
+    assert torch.equal(ops.paged_attention.cpu(*args, -0.5), ops.paged_attention.reference(*args, -0.5))
+
+
+def test_nothing_scheduled():
+    args, _ = paged([(0, 5), (0, 9)], *SHAPES["gqa"], torch.float32)
+    assert ops.paged_attention.cpu(*args, 0.125).shape == (0, 9, 64)
