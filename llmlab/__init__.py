@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # torch's idle OpenMP threads spin for milliseconds before they sleep. On cores that others use too, they spin away the very
-# time that the thread needs which they wait for, and a decode step of 10 ms takes 200. So many turns last 50 µs, longer than
-# between two kernels: 4 % slower on idle cores, six times faster on busy ones. Read when torch is first imported.
+# time that the thread needs which they wait for, and a decode step of 10 ms takes 200. So many turns last about 200 µs, longer
+# than passes between two kernels: as fast on idle cores, several times faster on busy ones. Read when torch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 
 _HOMES = {
     "LLM": "llmlab.engine.llm",

@@ -26,6 +26,10 @@ class NotRecordable(RuntimeError):
 class _OnlyKernels(TorchDispatchMode):
     """Lets torch make views, which are no work, and refuses everything else."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here; "skip" would import torch's compiler: a second, and 145 MB
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view:
             raise NotRecordable(f"{func} computes outside the kernels")
