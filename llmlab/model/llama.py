@@ -37,6 +37,8 @@ class LlamaForCausalLM:
         pack = ops.linear_packer()
         for linear in weights.linears():
             linear.weight = pack(linear.weight)
+        if ops.has_cpu_kernels:
+            weights.leave_file()
 
     def forward(self, batch: Batch, kv_caches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Hidden states ``[num_sched_tokens, hidden_size]`` after the final norm.

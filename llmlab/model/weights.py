@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,22 @@ class ModelWeights:
         for layer in self.layers:
             yield from (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)
         yield self.lm_head
+
+    def leave_file(self) -> None:
+        """Copy the tensors that may lie on the checkpoint's memory map. For weights most of which were laid out anew: the map
+        goes with the last tensor on it, and until then all of it counts as memory of this process."""
+        copies: dict[int, Tensor] = {}  # by address: what is tied stays tied
+
+        def own(owner: Any) -> None:
+            for field in fields(owner):
+                value = getattr(owner, field.name)
+                if isinstance(value, Tensor):
+                    setattr(owner, field.name, copies.setdefault(value.data_ptr(), value.clone()))
+                elif isinstance(value, Linear):
+                    own(value)
+
+        for owner in (self, *self.layers):
+            own(owner)
 
 
 class Checkpoint:
