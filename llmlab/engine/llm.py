@@ -114,8 +114,9 @@ class LLM:
             reserve_full_prompt=reserve_full_prompt,
         )
         self.tokenizer = _tokenizer(path, tokenizer)
-        weights = load_weights(path, config, torch_dtype, torch_device)
-        self.model = LlamaForCausalLM(config, weights, ops.bind(backend, torch_device), max_model_len)
+        bound = ops.bind(backend, torch_device)
+        weights = load_weights(path, config, torch_dtype, torch_device, bound.linear_packer())
+        self.model = LlamaForCausalLM(config, weights, bound, max_model_len)
         num_blocks = choose_num_kv_blocks(
             config,
             torch_dtype,

@@ -36,7 +36,8 @@ class LlamaForCausalLM:
         self.scale = config.head_dim**-0.5
         pack = ops.linear_packer()
         for linear in weights.linears():
-            linear.weight = pack(linear.weight)
+            if isinstance(linear.weight, Tensor):  # not packed as it was read
+                linear.weight = pack(linear.weight)
         if ops.has_cpu_kernels:
             weights.leave_file()
 
@@ -117,4 +118,4 @@ def load_model(path: str, ops: OpSet, dtype: torch.dtype, max_model_len: int) ->
     from llmlab.model.weights import load_weights
 
     config = ModelConfig.from_pretrained(path)
-    return LlamaForCausalLM(config, load_weights(path, config, dtype, ops.device), ops, max_model_len)
+    return LlamaForCausalLM(config, load_weights(path, config, dtype, ops.device, ops.linear_packer()), ops, max_model_len)

@@ -7,7 +7,7 @@ each, so that a layer does two wide products instead of five narrow ones.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -130,8 +130,17 @@ class Checkpoint:
         return sorted(n for n in self._file_of.keys() - self._read if not n.endswith("rotary_emb.inv_freq"))
 
 
-def load_weights(path: str | Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+def load_weights(
+    path: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    pack: Callable[[Tensor], Any] | None = None,
+) -> ModelWeights:
     """Read a Hugging Face directory's safetensors.
+
+    Args:
+        pack: applied to the weight of every projection as soon as it is read, so that there are never two of all of them.
 
     Raises:
         FileNotFoundError, ValueError: as :class:`Checkpoint`; also for tensors that the architecture has no place for.
@@ -141,7 +150,7 @@ def load_weights(path: str | Path, config: ModelConfig, dtype: torch.dtype, devi
         prefix = (
             "model." if "model.embed_tokens.weight" in checkpoint or "embed_tokens.weight" not in checkpoint else ""
         )
-        weights = _build(config, _Reader(checkpoint, prefix, dtype, device))
+        weights = _build(config, _Reader(checkpoint, prefix, dtype, device), pack)
         if extra := checkpoint.unread():
             raise ValueError(
                 f"{path}: {config.architecture} has no place for {len(extra)} tensors: {', '.join(extra[:5])}"
@@ -201,7 +210,8 @@ class _RandomReader:
         return embed_tokens if tied else self("lm_head.weight", *embed_tokens.shape)
 
 
-def _build(config: ModelConfig, read: Any) -> ModelWeights:
+def _build(config: ModelConfig, read: Any, pack: Callable[[Tensor], Any] | None = None) -> ModelWeights:
+    pack = pack or (lambda weight: weight)
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
@@ -212,11 +222,11 @@ def _build(config: ModelConfig, read: Any) -> ModelWeights:
 
         def joined(name: str, parts: list[str], sizes: list[int], bias: bool) -> Linear:
             weight = read.join([f"{part}.weight" for part in parts], sizes, hidden)
-            return Linear(name, weight, read.join([f"{part}.bias" for part in parts], sizes) if bias else None)
+            return Linear(name, pack(weight), read.join([f"{part}.bias" for part in parts], sizes) if bias else None)
 
         def single(name: str, part: str, out_features: int, in_features: int, bias: bool) -> Linear:
             weight = read(f"{part}.weight", out_features, in_features)
-            return Linear(name, weight, read(f"{part}.bias", out_features) if bias else None)
+            return Linear(name, pack(weight), read(f"{part}.bias", out_features) if bias else None)
 
         norm = lambda part, size=hidden: read(f"{part}.weight", size)
         return LayerWeights(
@@ -235,5 +245,5 @@ def _build(config: ModelConfig, read: Any) -> ModelWeights:
         embed_tokens=embed_tokens,
         layers=[layer(i) for i in range(config.num_layers)],
         norm=read("norm.weight", hidden),
-        lm_head=Linear("lm_head", read.lm_head(embed_tokens, config.tie_word_embeddings)),
+        lm_head=Linear("lm_head", pack(read.lm_head(embed_tokens, config.tie_word_embeddings))),
     )
