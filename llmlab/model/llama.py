@@ -118,4 +118,6 @@ def load_model(path: str, ops: OpSet, dtype: torch.dtype, max_model_len: int) ->
     from llmlab.model.weights import load_weights
 
     config = ModelConfig.from_pretrained(path)
-    return LlamaForCausalLM(config, load_weights(path, config, dtype, ops.device, ops.linear_packer()), ops, max_model_len)
+    return LlamaForCausalLM(
+        config, load_weights(path, config, dtype, ops.device, ops.linear_packer()), ops, max_model_len
+    )
