@@ -6,6 +6,7 @@ through :func:`measured` or :func:`machine`, whose lines are not compared; every
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import time
@@ -110,6 +111,18 @@ def figure(fig: Figure, data: pd.DataFrame, out: str, name: str) -> Figure:
 
     save_figure(fig, data, Path(out) / "figures" if out else None, name)
     return fig
+
+
+def source(function: Any) -> None:
+    """Show the source of a function, class or Triton kernel to readers; the tests don't compare it."""
+    from IPython.display import display
+    from pygments import highlight
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import PythonLexer
+
+    text = inspect.getsource(getattr(function, "fn", function))  # a JITFunction wraps the function that was written
+    html = highlight(text, PythonLexer(), HtmlFormatter(noclasses=True, nobackground=True))
+    display({"text/html": html}, raw=True)
 
 
 def verdict(

@@ -125,3 +125,14 @@ def test_a_failing_notebook_is_left_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
         nb.run_in_place(path)
     assert path.read_bytes() == before
+
+
+def test_source_is_shown_to_readers_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[dict[str, str]] = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data))
+    nb.source(nb.measured)
+    from llmlab.kernels.norm import rms_norm_kernel
+
+    nb.source(rms_norm_kernel)
+    assert [list(data) for data in shown] == [["text/html"], ["text/html"]]
+    assert "measured" in shown[0]["text/html"] and "rms_norm_kernel" in shown[1]["text/html"]
