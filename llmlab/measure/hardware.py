@@ -18,17 +18,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 from llmlab.measure.datasheets import DATASHEETS, Roof
+from llmlab.measure.system import BUSY, load_now, memory_bytes, physical_cores
 
 if TYPE_CHECKING:
     import pandas as pd
 
 MAX_AGE_DAYS = 30
-BUSY = 0.25
-"""Ceilings measured while so large a share of the machine worked for others are too low, and count for an hour only."""
 SCHEMA = 1
 _ISA = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_fp16", "amx_int8",
         "asimd", "asimddp", "sve", "bf16", "i8mm")  # fmt: skip
@@ -101,7 +99,7 @@ class Ceilings:
         copy_bandwidth: bytes read plus bytes written.
         levels: read bandwidth by cache level (CPU only), the fastest first, main memory last.
         call_overhead: seconds that an op on one element takes: what every op costs before it does any work.
-        load: what else ran while this was measured: the share of all hardware threads that was busy just before.
+        load: what else ran while this was measured: the share of all hardware threads' time that others took.
     """
 
     machine: Machine
@@ -138,7 +136,12 @@ class Ceilings:
 
     @property
     def stale(self) -> bool:
-        return self.age_days > (MAX_AGE_DAYS if self.load < BUSY else 1 / 24)
+        return self.age_days > MAX_AGE_DAYS
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether so much else ran that the ceilings may be too low."""
+        return self.load >= BUSY
 
     def to_dict(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}
@@ -165,8 +168,8 @@ def describe_machine(device: str | torch.device = "cpu") -> Machine:
         cpu=cpu,
         isa=isa,
         threads=torch.get_num_threads(),
-        cores=psutil.cpu_count(logical=False) or psutil.cpu_count() or 1,
-        memory_bytes=psutil.virtual_memory().total,
+        cores=physical_cores(),
+        memory_bytes=memory_bytes(),
         caches=_cpu_caches(),
         accelerator=properties.name if properties else None,
         accelerator_bytes=properties.total_memory if properties else None,
@@ -182,6 +185,8 @@ def ceilings(
 ) -> Ceilings:
     """This machine's ceilings, from the user's cache if they were measured on the same machine and are not stale.
 
+    Those that were measured while the machine was busy are measured again as soon as it is quiet.
+
     Args:
         remeasure: measure in any case (some ten seconds).
         report: told in a sentence when a measurement starts.
@@ -192,7 +197,7 @@ def ceilings(
     file = measurements_dir() / f"ceilings-{machine.fingerprint}.json"
     if not remeasure:
         kept = _read(file)
-        if kept is not None and not kept.stale:
+        if kept is not None and not kept.stale and not (kept.disturbed and load_now() < BUSY):
             return kept
     report("measuring this machine's ceilings: about ten seconds, once in thirty days")
     measured = measure_ceilings(machine, torch.device(device))
@@ -222,11 +227,16 @@ def ceilings_table(device: str | torch.device = "auto", *, datasheets: bool = Tr
             "TFLOP/s": round(roof.flops / 1e12, 3),
             "GB/s": round(roof.bandwidth / 1e9, 1),
             "ridge (FLOP/byte)": round(roof.ridge, 1),
-            "source": f"measured {measured.date[:10]}" if roof.source == "measured" else "datasheet",
+            "source": _source(measured) if roof.source == "measured" else "datasheet",
         }
         for roof in roofs
     ]
     return pd.DataFrame(rows)
+
+
+def _source(measured: Ceilings) -> str:
+    busy = f", machine {measured.load:.0%} busy with something else" if measured.disturbed else ""
+    return f"measured {measured.date[:10]}{busy}"
 
 
 def measurements_dir() -> Path:

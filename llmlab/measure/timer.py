@@ -16,15 +16,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from llmlab.measure.system import BUSY, LoadMeter
+
 SHORTEST_SAMPLE = 50e-6
 """Seconds. Calls that are quicker are clocked several at a time, so that reading the clock costs well under 1 %."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds of one call, one entry a repeat, in the order in which they were taken."""
+    """Seconds of one call, one entry a repeat, in the order in which they were taken.
+
+    ``load``: the share of the machine that worked for others meanwhile; 0 where it was too short to tell.
+    """
 
     samples: tuple[float, ...]
+    load: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.samples:
@@ -68,6 +74,7 @@ class Comparison:
         ratio: above 1, ``name`` is faster than ``other``.
         low, high: 10th and 90th percentile of the ratios: where a single run falls.
         sure_low, sure_high: interval that holds the median of the ratios with 95 % confidence.
+        load: the share of the machine that worked for others meanwhile: if it was high, nothing is decided.
     """
 
     name: str
@@ -77,6 +84,7 @@ class Comparison:
     high: float
     sure_low: float
     sure_high: float
+    load: float = 0.0
 
     @property
     def inside_spread(self) -> bool:
@@ -84,12 +92,19 @@ class Comparison:
         return self.low <= 1.0 <= self.high
 
     @property
+    def disturbed(self) -> bool:
+        """Whether so much else ran that the clock decides nothing."""
+        return self.load >= BUSY
+
+    @property
     def shown(self) -> bool:
-        """Whether the medians differ at all, with 95 % confidence."""
-        return not self.sure_low <= 1.0 <= self.sure_high
+        """Whether the medians differ at all, with 95 % confidence, on a machine quiet enough to tell."""
+        return not self.disturbed and not self.sure_low <= 1.0 <= self.sure_high
 
     def __str__(self) -> str:
         numbers = f"{self.ratio:.2f}× (p10 {self.low:.2f}, p90 {self.high:.2f})"
+        if self.disturbed:
+            return f"{self.name} against {self.other}: {numbers}, not decided (machine busy)"
         if not self.shown:
             return f"{self.name} against {self.other}: {numbers}, no difference shown"
         faster = f"{self.name} is {'faster' if self.ratio > 1 else 'slower'} than {self.other}: {numbers}"
@@ -141,6 +156,7 @@ def measure_in_turns(
     clock.settle()
     clocked = {name: clock.prepare(run, inputs) for name, run in runs.items()}
     samples: dict[str, list[Any]] = {name: [] for name in runs}
+    meter = LoadMeter()
     started = time.perf_counter()
     for i in range(repeats):
         for name, sample in clocked.items():
@@ -148,7 +164,8 @@ def measure_in_turns(
         if i >= 2 and time.perf_counter() - started > max_seconds:
             break
     clock.settle()
-    return {name: Measurement(tuple(clock.seconds(taken))) for name, taken in samples.items()}
+    load = meter.share
+    return {name: Measurement(tuple(clock.seconds(taken)), load) for name, taken in samples.items()}
 
 
 def compare(name: str, measured: Measurement, other: str, against: Measurement) -> Comparison:
@@ -167,6 +184,7 @@ def compare(name: str, measured: Measurement, other: str, against: Measurement) 
         float(high),
         float(ratios[outside]),
         float(ratios[-1 - outside]),
+        max(measured.load, against.load),
     )
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from llmlab.config import ModelConfig
@@ -83,6 +82,8 @@ class Checkpoint:
     """
 
     def __init__(self, path: Path, files: ExitStack):
+        from safetensors import SafetensorError, safe_open  # random weights need no package for files
+
         self.path = path
         self._file_of: dict[str, Any] = {}
         self._read: set[str] = set()

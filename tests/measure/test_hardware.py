@@ -108,20 +108,37 @@ def test_measures_again_on_request(measured: list[str]) -> None:
     assert len(measured) == 2
 
 
-@pytest.mark.parametrize("damage", ["stale", "busy", "cut off", "other schema"])
+@pytest.mark.parametrize("damage", ["stale", "cut off", "other schema"])
 def test_measures_again_what_can_not_be_trusted(measured: list[str], tmp_path: Path, damage: str) -> None:
     ceilings()
     file = kept_file(tmp_path)
     data = json.loads(file.read_text())
     if damage == "stale":
         data["date"] = (datetime.now(UTC) - timedelta(days=hardware.MAX_AGE_DAYS + 1)).isoformat()
-    elif damage == "busy":
-        data |= {"load": 0.9, "date": (datetime.now(UTC) - timedelta(hours=2)).isoformat()}
     elif damage == "other schema":
         data["schema"] = -1
     file.write_text(json.dumps(data)[: -20 if damage == "cut off" else None])
     ceilings()
     assert len(measured) == 2
+
+
+@pytest.mark.parametrize(("load_then", "load_now", "measurements"), [(0.9, 0.1, 2), (0.9, 0.9, 1), (0.1, 0.1, 1)])
+def test_measures_again_when_the_machine_has_become_quiet(
+    measured: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    load_then: float,
+    load_now: float,
+    measurements: int,
+) -> None:
+    ceilings()
+    file = kept_file(tmp_path)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"load": load_then}))
+    monkeypatch.setattr(hardware, "load_now", lambda: load_now)
+    found = ceilings()
+    assert len(measured) == measurements
+    assert found.disturbed == (load_then > 0.25 and measurements == 1)
+    assert ("busy" in hardware.ceilings_table("cpu", datasheets=False)["source"].iloc[0]) == found.disturbed
 
 
 def test_a_machine_that_can_keep_nothing_still_gets_ceilings(

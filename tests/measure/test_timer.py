@@ -161,3 +161,14 @@ def test_cuda_events_time_the_device() -> None:
     measured = measure(lambda: x @ x, device="cuda", repeats=10)
     assert measured.repeats == 10
     assert 0 < measured.best < 1
+
+
+def test_nothing_is_decided_on_a_busy_machine() -> None:
+    fast, slow = Measurement((1.0,) * 25, load=0.1), Measurement((2.0,) * 25, load=0.6)
+    disturbed = compare("fast", fast, "slow", slow)
+    assert disturbed.load == 0.6
+    assert not disturbed.shown
+    assert str(disturbed).endswith("not decided (machine busy)")
+    quiet = compare("fast", fast, "slow", Measurement((2.0,) * 25))
+    assert quiet.shown
+    assert "faster" in str(quiet)
