@@ -39,11 +39,10 @@ from llmlab.measure.machine_code import Code, Loop, parse_amdgcn, read_cubin
 from llmlab.measure.static_gate import compare
 from llmlab.measure.targets import TARGETS, Target, occupancy
 
-TABLE_COLUMNS = (
-    "case target registers spills shared_memory ctas occupancy limited_by wgmma tcgen05 mma mfma async_copies bulk_copies "
-    "pipeline_buffers wide_load_share loop_instructions tensor_share_low tensor_share_high memory_share_low memory_share_high "
-    "error"
-).split()
+LEGEND = """
+tensor unit: its instructions in the code; async copies: those in the code, x buffers of the pipeline; wide loads: share that
+are 128 bits; loop: instructions of the hot loop; bounds: the share of peak that the loop could reach if nothing overlapped, and
+if everything did (an interval, no measurement)"""
 
 
 def discover(pattern: str = "") -> Iterator[tuple[str, CompileCase]]:
@@ -236,10 +235,31 @@ def collect_with(triton_path: Path, targets: Iterable[str], pattern: str = "", j
 
 
 def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """The rows as a table, the telling columns first."""
-    frame = pd.DataFrame(rows)
-    first = [column for column in TABLE_COLUMNS if column in frame.columns]
-    return frame[first + [column for column in frame.columns if column not in first]]
+    """The rows as people read them; everything that is known of each is in ``--json``."""
+    return pd.DataFrame([_readable(row) for row in rows], dtype=object).fillna("")
+
+
+def _readable(row: dict[str, Any]) -> dict[str, Any]:
+    case = {"case": row["case"], "target": row["target"]}
+    if row["error"]:
+        return {**case, "tensor unit": f"does not compile: {row['error']}"}
+    unit = next((f"{unit} {row[unit]}" for unit in ("tcgen05", "wgmma", "mfma", "mma") if row[unit]), "")
+    copies = row["async_copies"] + row["bulk_copies"]
+    percent = lambda share: "" if share is None else f"{100 * share:.0f} %"
+    interval = lambda low, high: "" if high is None else f"{100 * low:.0f}-{100 * high:.0f} %"
+    return {
+        **case,
+        "registers": row["registers"],
+        "spills": row["spills"],
+        "shared KiB": round(row["shared_memory"] / 1024),
+        "CTAs/SM": f"{row['ctas']} ({row['limited_by']})",
+        "tensor unit": unit,
+        "async copies": f"{copies} x{row['pipeline_buffers']}" if copies else "",
+        "wide loads": percent(row["wide_load_share"]),
+        "loop": "" if row["loop_instructions"] is None else row["loop_instructions"],
+        "tensor bound": interval(row["tensor_share_low"], row["tensor_share_high"]),
+        "memory bound": interval(row["memory_share_low"], row["memory_share_high"]),
+    }
 
 
 def baseline_document(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -269,6 +289,9 @@ def main(argv: list[str] | None = None) -> int:
         rows = collect_with(arguments.triton_path, targets, arguments.kernel, arguments.jobs)
     else:
         rows = collect(targets, arguments.kernel, arguments.jobs, progress=sys.stderr.isatty())
+    if not rows:
+        print(f"no case of {', '.join(targets)} is called like {arguments.kernel!r}", file=sys.stderr)
+        return 2
     regressions = []
     if arguments.baseline is not None:
         known = json.loads(arguments.baseline.read_text())["rows"]
@@ -281,10 +304,10 @@ def main(argv: list[str] | None = None) -> int:
         document = {"rows": rows, "regressions": [vars(regression) for regression in regressions]}
         print(json.dumps(document, indent=1, default=vars))
     else:
-        if rows:
-            short = table(rows)[[column for column in TABLE_COLUMNS if column in rows[0]]].dropna(axis=1, how="all")
-            print(short.to_string(index=False))
-        print(*regressions, sep="\n")
+        print(table(rows).to_string(index=False))
+        print(LEGEND)
+        for regression in regressions:
+            print(regression)
     failed = any(regression.fatal for regression in regressions) or any(row["error"] for row in rows)
     return 1 if failed else 0
 

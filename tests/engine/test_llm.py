@@ -358,7 +358,8 @@ def test_ctrl_c_inside_the_scheduler_leaves_no_trace(llm):
 
 
 def test_streams_and_generate_share_an_engine(default_model):
-    llm = LLM(default_model, max_model_len=128, num_kv_blocks=64)
+    # float32: in bf16 the sums of another batch size may part at a near tie
+    llm = LLM(default_model, dtype="float32", max_model_len=128, num_kv_blocks=64)
     params = SamplingParams(temperature=0, max_tokens=8)
     alone = ["".join(llm.stream(prompt, params)) for prompt in ("One, two,", "The sky is")]
     first, second = llm.stream("One, two,", params), llm.stream("The sky is", params)

@@ -6,14 +6,18 @@ Every case of every file is compiled by ``llmlab.measure.static_report``; here t
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import triton
 from llmlab.kernels.attention_tile import TILES
 from llmlab.kernels.spec import CompileCase
 
 from llmlab.kernels import attention, contiguous_attention, flash_decoding, linear
 from llmlab.measure.machine_code import Code, read_cubin
+from llmlab.measure.static_gate import compare
 from llmlab.measure.static_report import compile_case, discover, report_case
 from llmlab.measure.targets import TARGETS
 
@@ -53,10 +57,19 @@ EVERYWHERE = [
 
 
 @functools.cache
+def baseline() -> dict[tuple[str, str], dict[str, Any]]:
+    """The committed rows of the Triton at hand, by case and target; empty where none are stored for it."""
+    path = Path(__file__).parents[2] / "data" / "static_report" / f"triton-{triton.__version__}.json"
+    rows = json.loads(path.read_text())["rows"] if path.is_file() else []
+    return {(row["case"], row["target"]): row for row in rows}
+
+
+@functools.cache
 def cases() -> dict[str, CompileCase]:
     return dict(discover())
 
 
+@functools.cache
 def report(name: str, target: str) -> dict[str, Any]:
     return report_case(name, cases()[name], TARGETS[target])
 
@@ -83,6 +96,23 @@ def test_it_compiles_fits_and_does_not_spill(name: str, target: str):
     assert row["error"] is None
     assert row["spills"] == 0 and row["stack"] == 0
     assert row["ctas"] >= 1
+
+
+@pytest.mark.parametrize(("name", "target"), chosen())
+def test_it_is_no_worse_than_the_committed_baseline(name: str, target: str):
+    """Lost tensor cores, asynchronous copies and vector loads fail; growth of a loop is only told by ``llmlab kernels``."""
+    if not baseline():
+        pytest.skip(f"no baseline is stored for Triton {triton.__version__}")
+    known = baseline().get((name, target))
+    assert known is not None, "a new case: write the baseline again"
+    assert [str(found) for found in compare([known], [report(name, target)]) if found.fatal] == []
+
+
+def test_the_baseline_knows_every_case():
+    if not baseline():
+        pytest.skip(f"no baseline is stored for Triton {triton.__version__}")
+    shipped = {(name, target) for name, case in cases().items() for target in case.targets or TARGETS}
+    assert set(baseline()) == shipped
 
 
 def test_the_patterns_above_name_something():

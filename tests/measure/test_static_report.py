@@ -159,7 +159,10 @@ def test_what_does_not_compile_is_a_row_and_a_failure(matmul_row: dict[str, Any]
     row = static_report.report_case("test/matmul", broken, TARGETS["sm_90"])
     assert "power of" in row["error"] and "registers" not in row
     assert kinds(matmul_row, row) == {"does not compile"}
-    assert static_report.table([row, matmul_row]).shape[0] == 2
+    failed, good = static_report.table([row, matmul_row]).to_dict("records")
+    assert failed["tensor unit"].startswith("does not compile") and failed["spills"] == ""
+    assert (good["shared KiB"], good["CTAs/SM"].split()[0], good["spills"]) == (96, "2", 0)
+    assert good["tensor unit"] == f"wgmma {matmul_row['wgmma']}" and good["async copies"].endswith("x3")
 
 
 def test_cases_that_come_and_go_are_notices(matmul_row: dict[str, Any]) -> None:
@@ -298,6 +301,11 @@ def test_the_committed_baselines_hold_no_defect() -> None:
         assert not [str(regression) for regression in compare(document["rows"], document["rows"])], path
 
 
+def test_a_name_that_matches_nothing_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert static_report.main(["--kernel", "no_such_kernel"]) == 2
+    assert "no_such_kernel" in capsys.readouterr().err
+
+
 def test_jobs_change_nothing() -> None:
     def rows(jobs: int) -> list[dict[str, Any]]:
         found = static_report.collect(["sm_90", "sm_80"], "mlp/silu_and_mul_bfloat16", jobs=jobs)
@@ -325,7 +333,9 @@ def test_the_module_runs_as_a_command() -> None:
         "sm_90",
         "--json",
         "--kernel",
-        "no such case",
+        "mlp/silu_and_mul_bfloat16_i14336",
     ]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, json.loads(done.stdout)) == (0, {"rows": [], "regressions": []}), done.stderr
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert [row["spills"] for row in document["rows"]] == [0] and document["regressions"] == []
