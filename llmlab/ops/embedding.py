@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -17,8 +18,11 @@ def _embedding_cost(token_ids: Tensor, weight: Tensor) -> Cost:
 def embedding(
     token_ids: Int[Tensor, "num_sched_tokens"], weight: Float[Tensor, "vocab_size hidden_size"]
 ) -> Float[Tensor, "num_sched_tokens hidden_size"]:
-    """Row ``token_ids[t]`` of the table for each token."""
-    return weight[token_ids]
+    """Row ``token_ids[t]`` of the table for each token. IndexError for an id outside it, negative ones included.
+
+    On a GPU nobody looks: ids must be right before they get there.
+    """
+    return torch.nn.functional.embedding(token_ids, weight)
 
 
 def _gather_last_tokens_cost(x: Tensor, query_start_loc: Tensor) -> Cost:
@@ -30,5 +34,8 @@ def _gather_last_tokens_cost(x: Tensor, query_start_loc: Tensor) -> Cost:
 def gather_last_tokens(
     x: Float[Tensor, "num_sched_tokens hidden_size"], query_start_loc: Int[Tensor, "num_reqs+1"]
 ) -> Float[Tensor, "num_reqs hidden_size"]:
-    """The last scheduled token's row of each request: ``x[query_start_loc[1:] − 1]``; the LM head needs no other."""
-    return x[query_start_loc[1:].long() - 1]
+    """The last scheduled token's row of each request: ``x[query_start_loc[1:] − 1]``; the LM head needs no other.
+
+    IndexError for a row outside ``x``: no row has −1, so the first request must not be empty.
+    """
+    return x.index_select(0, query_start_loc[1:].long() - 1)

@@ -63,8 +63,10 @@ def exponential_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tens
     ``q = −log(1 − u)``.
 
     Args:
-        seeds: [num_reqs] int64, the bits of the 64-bit seeds. positions: [num_reqs] int64 in [0, 2^32).
+        seeds: [num_reqs] int64, the bits of the 64-bit seeds; a narrower one stands for the same number in 64 bits.
+        positions: [num_reqs] int64 in [0, 2^32).
     """
+    seeds, positions = seeds.long(), positions.long()
     blocks = torch.arange(-(-vocab_size // 4), device=seeds.device)[None, :]
     zero = torch.zeros_like(blocks)
     key = (seeds[:, None] & WORD, (seeds[:, None] >> 32) & WORD)
@@ -268,6 +270,9 @@ def top_n_logprobs(
     Column 0 is the given token, then the most likely in the order of (logit descending, id ascending). A rank is the number
     of tokens at least as likely, so 1 is best and ties count against a token. The sum under the logarithm is that of
     :func:`softmax_weights`: exact, and so the same in any order.
+
+    A row without a finite maximum (all masked, a NaN or a +inf) is no distribution: logprobs NaN, every id the given token's,
+    every rank vocab_size. (The Triton kernel spares itself the look: what it returns for such a row means nothing.)
     """
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     highest = ordered[:, :1]
@@ -276,4 +281,10 @@ def top_n_logprobs(
     logprobs = (values - highest).double() - torch.log(mass.double() * 2.0**-WEIGHT_BITS)
     # In ascending order the entries at least as large as a value are those from its left insertion point on.
     ranks = logits.shape[-1] - torch.searchsorted(ordered.flip(-1), values)
-    return logprobs.float(), torch.cat((token_ids[:, None], order[:, :n]), dim=-1), ranks
+    ids = torch.cat((token_ids[:, None], order[:, :n]), dim=-1)
+    sound = highest.isfinite()  # a NaN sorts as the highest
+    return (
+        logprobs.float().masked_fill(~sound, float("nan")),
+        torch.where(sound, ids, token_ids[:, None]),
+        ranks.masked_fill(~sound, logits.shape[-1]),
+    )

@@ -19,6 +19,15 @@ GREEDY_TEMPERATURE = 1e-5
 MIN_TEMPERATURE = 1e-2
 """Random sampling at a lower temperature would overflow the divided logits: it is raised to this, with a warning."""
 
+FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
+
+LARGEST_LOGIT_BIAS = 1e30
+"""With the next one: a logit that is biased, divided by the smallest repetition penalty and by MIN_TEMPERATURE is at most
+1e38 and stays finite in float32. Downwards all of float32 is allowed, as an overflow there is a ban."""
+
+LARGEST_REPETITION_PENALTY = 1e6
+"""And the reciprocal of the smallest one."""
+
 
 @dataclass
 class StructuredOutputsParams:
@@ -59,9 +68,10 @@ class StructuredOutputsParams:
         if self.json_object is not None and self.json_object is not True:
             raise ValueError(f"structured_outputs.json_object must be True or left out, got {self.json_object!r}")
         if self.choice is not None:
-            if isinstance(self.choice, str) or not isinstance(self.choice, Iterable):
+            choice = None if isinstance(self.choice, str) else _listed(self.choice)
+            if choice is None:
                 raise ValueError(f"structured_outputs.choice must be a list of strings, got {self.choice!r}")
-            self.choice = list(self.choice)
+            self.choice = choice
             if not self.choice or not all(isinstance(c, str) and c for c in self.choice):
                 raise ValueError(
                     f"structured_outputs.choice must be a non-empty list of non-empty strings, got {self.choice!r}"
@@ -79,8 +89,8 @@ class SamplingParams:
     ignore_eos: go on after EOS (other stops still count). max_tokens: None for as many as max_model_len allows.
     min_tokens: no stop before that many. logprobs, prompt_logprobs: how many of the most likely tokens to report
     at each position besides the token itself (0: that one alone; -1: the whole vocabulary).
-    repetition_penalty: over prompt and output, > 0. presence_penalty, frequency_penalty: over the output, in [-2, 2].
-    logit_bias: added to a token's logit (-inf bans it). allowed_token_ids: nothing else can be sampled.
+    repetition_penalty: over prompt and output, in [1e-6, 1e6]. presence_penalty, frequency_penalty: over the output, in
+    [-2, 2]. logit_bias: added to a token's logit, at most 1e30 (-inf bans it). allowed_token_ids: nothing else can be sampled.
     bad_words: strings never to be written. structured_outputs: see StructuredOutputsParams.
     extra_args: free arguments for custom logits processors.
 
@@ -142,7 +152,7 @@ class SamplingParams:
 
     def _validate_numbers(self) -> None:
         self.n = _integer("n", self.n, 1)
-        self.temperature = _real("temperature", self.temperature, 0.0, math.inf)
+        self.temperature = _real("temperature", self.temperature, 0.0, FLOAT32_MAX)
         self.top_p = _real("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise ValueError("top_p must be in (0, 1], got 0.0 (temperature=0 gives the most likely token)")
@@ -150,9 +160,9 @@ class SamplingParams:
         self.min_p = _real("min_p", self.min_p, 0.0, 1.0)
         self.presence_penalty = _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         self.frequency_penalty = _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        self.repetition_penalty = _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
-        if self.repetition_penalty == 0.0:
-            raise ValueError("repetition_penalty must be greater than 0, got 0.0 (1 switches it off)")
+        self.repetition_penalty = _real(
+            "repetition_penalty", self.repetition_penalty, 1 / LARGEST_REPETITION_PENALTY, LARGEST_REPETITION_PENALTY
+        )
         if self.seed is not None:
             self.seed = _integer("seed", self.seed, -(2**63), 2**64 - 1)
             if self.seed == -1:
@@ -173,7 +183,7 @@ class SamplingParams:
     def _validate_tokens(self) -> None:
         self.stop = _strings("stop", self.stop)
         self.bad_words = _strings("bad_words", self.bad_words)
-        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids or [])
+        self.stop_token_ids = _token_ids("stop_token_ids", [] if self.stop_token_ids is None else self.stop_token_ids)
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
@@ -187,7 +197,7 @@ class SamplingParams:
                 token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
                 token_id = _integer("logit_bias token id", token_id, 0)
                 if value != -math.inf:
-                    value = _real(f"logit_bias[{token_id}]", value, -math.inf, math.inf)
+                    value = _real(f"logit_bias[{token_id}]", value, -FLOAT32_MAX, LARGEST_LOGIT_BIAS)
                 bias[token_id] = float(value)
             self.logit_bias = bias
         if self.structured_outputs is not None:
@@ -231,7 +241,7 @@ def _real(name: str, value: Any, low: float, high: float) -> float:
         if isinstance(value, (bool, str)):
             raise TypeError
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # the last one: an integer beyond any float
         raise ValueError(f"{name} must be a number {limit}, got {value!r}") from None
     if not math.isfinite(number) or not low <= number <= high:
         raise ValueError(f"{name} must be {limit}, got {value!r}")
@@ -241,13 +251,22 @@ def _real(name: str, value: Any, low: float, high: float) -> float:
 def _strings(name: str, value: Any) -> list[str]:
     if value is None:
         return []
-    values = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else None
+    values = [value] if isinstance(value, str) else _listed(value)
     if values is None or not all(isinstance(v, str) and v for v in values):
         raise ValueError(f"{name} must hold non-empty strings, got {value!r}")
     return values
 
 
 def _token_ids(name: str, value: Any) -> list[int]:
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+    values = None if isinstance(value, (str, bytes)) else _listed(value)
+    if values is None:
         raise ValueError(f"{name} must be a list of token ids, got {value!r}")
-    return [_integer(f"{name}: a token id", v, 0) for v in value]
+    return [_integer(f"{name}: a token id", v, 0) for v in values]
+
+
+def _listed(value: Any) -> list[Any] | None:
+    """The items of anything that has some, arrays and tensors included, as Python objects; None for a single thing."""
+    if hasattr(value, "tolist"):  # numpy and torch; without a dimension it gives a number or a string
+        value = value.tolist()
+        return value if isinstance(value, list) else None
+    return list(value) if isinstance(value, Iterable) else None

@@ -43,6 +43,18 @@ def test_index_dtypes_and_strided_tables(dtype):
     assert torch.equal(ops.gather_last_tokens.cpu(table, starts), table[[1, 4]])
 
 
+@pytest.mark.parametrize("face", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_rows_outside_the_table_are_refused(face, dtype):
+    table = R(7, 96)
+    for bad in (-1, 7):
+        with pytest.raises(IndexError):
+            getattr(ops.embedding, face)(torch.tensor([0, bad], dtype=dtype), table)
+    for starts in ([0, 0, 5], [0, 3, 8]):  # an empty first request would mean row -1; 8 tokens are more than there are
+        with pytest.raises(IndexError):
+            getattr(ops.gather_last_tokens, face)(table, torch.tensor(starts, dtype=dtype))
+
+
 def test_strided_lengths_of_attention():
     lens = [(20, 20), (40, 70), (1, 5)]
     blocks = [-(-s // 16) for _, s in lens]

@@ -372,6 +372,26 @@ def test_top_n_logprobs_agree_with_torch_and_numpy(batch, n):
             assert ranks[row].tolist() == [int((values >= values[i]).sum()) for i in ids[row]]
 
 
+def test_rows_that_are_no_distribution_have_no_logprobs(ops):
+    nan, inf = float("nan"), float("inf")
+    logits = torch.tensor(
+        [[1.0, nan, 3.0, 2.0], [-nan] * 4, [NEG_INF] * 4, [1.0, inf, 2.0, 0.0], [0.0, NEG_INF, 0.0, 1.0]]
+    )
+    token_ids = torch.tensor([1, 2, 3, 0, 1])
+    for n in (0, 2, 4):
+        logprobs, ids, ranks = ops.top_n_logprobs(logits, token_ids, n)
+        assert logprobs[:4].isnan().all() and (ranks[:4] == 4).all()
+        assert torch.equal(ids[:4], token_ids[:4, None].expand(-1, n + 1))
+        assert logprobs[4, 0] == NEG_INF and ranks[4, 0] == 4
+        assert ids[4, 1:].tolist() == [3, 0, 2, 1][:n]
+
+
+def test_logprobs_of_a_token_outside_the_vocabulary_are_refused(ops):
+    for bad in (-1, 4):
+        with pytest.raises((IndexError, RuntimeError)):
+            ops.top_n_logprobs(torch.zeros(2, 4), torch.tensor([0, bad]), 1)
+
+
 # ---- Hugging Face, where the semantics agree -------------------------------------------------------------------------
 
 
@@ -426,3 +446,15 @@ def test_temperature_and_repetition_are_hugging_faces(batch, value, length):
         assert torch.equal(ops.apply_temperature(logits, zeros + value), TemperatureLogitsWarper(value)(None, logits))
         out = ops.apply_penalties(logits, rows, ids, torch.zeros_like(ids), zeros + value, zeros, zeros)
         assert torch.equal(out, RepetitionPenaltyLogitsProcessor(value)(seen, logits))
+
+
+# ---- dtypes of seeds and positions -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [7, -1, -(2**31), 2**31 - 1])
+def test_seeds_of_32_bits_are_the_same_numbers(ops, seed):
+    logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0))
+    temperatures, positions = torch.ones(64), torch.arange(64)
+    wide, narrow = (torch.full((64,), seed, dtype=dtype) for dtype in (torch.int64, torch.int32))
+    expected = ops.gumbel_argmax(logits, temperatures, wide, positions)
+    assert torch.equal(ops.gumbel_argmax(logits, temperatures, narrow, positions.int()), expected)

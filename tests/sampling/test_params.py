@@ -6,7 +6,9 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
 
 from llmlab.sampling.params import SamplingParams, StructuredOutputsParams
 
@@ -34,6 +36,8 @@ def test_defaults_are_vllms():
         ("temperature", NAN, "finite"),
         ("temperature", math.inf, "finite"),
         ("temperature", "hot", "number"),
+        ("temperature", 1e39, "3.4028"),
+        ("temperature", 10**400, "number"),
         ("top_p", 0.0, "(0, 1]"),
         ("top_p", -0.5, "[0.0, 1.0]"),
         ("top_p", 1.0001, "[0.0, 1.0]"),
@@ -45,8 +49,10 @@ def test_defaults_are_vllms():
         ("presence_penalty", 2.1, "[-2.0, 2.0]"),
         ("frequency_penalty", -2.1, "[-2.0, 2.0]"),
         ("frequency_penalty", NAN, "[-2.0, 2.0]"),
-        ("repetition_penalty", 0.0, "greater than 0"),
-        ("repetition_penalty", -1.0, "[0.0"),
+        ("repetition_penalty", 0.0, "[1e-06, 1000000.0]"),
+        ("repetition_penalty", -1.0, "[1e-06"),
+        ("repetition_penalty", 1e-38, "[1e-06"),
+        ("repetition_penalty", 1e38, "1000000.0]"),
         ("repetition_penalty", math.inf, "finite"),
         ("seed", 2**64, str(2**64 - 1)),
         ("seed", -(2**63) - 1, str(-(2**63))),
@@ -63,11 +69,21 @@ def test_defaults_are_vllms():
         ("stop_token_ids", [-1], "at least 0"),
         ("stop_token_ids", ["a"], "integer"),
         ("stop_token_ids", "12", "list of token ids"),
+        ("stop_token_ids", 0, "list of token ids"),
+        ("stop_token_ids", np.int64(7), "list of token ids"),
+        ("stop_token_ids", np.array([1.0, 2.0]), "integer"),
+        ("stop_token_ids", np.array([[1, 2]]), "integer"),
+        ("allowed_token_ids", np.array([], dtype=np.int64), "at least one"),
+        ("stop", np.array(["a", ""]), "non-empty"),
         ("allowed_token_ids", [], "at least one"),
         ("allowed_token_ids", [1.0], "integer"),
         ("logit_bias", {-1: 1.0}, "at least 0"),
         ("logit_bias", {1: NAN}, "finite"),
         ("logit_bias", {1: math.inf}, "finite"),
+        ("logit_bias", {1: 1e39}, "1e+30]"),
+        ("logit_bias", {1: -1e39}, "[-3.4028"),
+        ("logit_bias", {1: 3.4e38}, "1e+30]"),
+        ("logit_bias", {1: 10**400}, "number"),
         ("logit_bias", [1], "dict"),
         ("structured_outputs", {"json": {}}, "StructuredOutputsParams"),
         ("ignore_eos", 1, "True or False"),
@@ -128,6 +144,17 @@ def test_a_tiny_temperature_is_raised_with_a_warning():
 def test_values_are_brought_to_one_form():
     params = SamplingParams(stop="end", logit_bias={"5": 1}, logprobs=True, seed=-1, top_k=-1)
     assert (params.stop, params.logit_bias, params.logprobs, params.seed) == (["end"], {5: 1.0}, 1, None)
+
+
+def test_lists_may_be_arrays():
+    choice = StructuredOutputsParams(choice=np.array(["yes", "no"]))
+    params = SamplingParams(
+        stop_token_ids=np.array([3, 5], dtype=np.int32), allowed_token_ids=torch.tensor([7, 8]),
+        stop=np.array(["a", "bc"]), bad_words=("x",), structured_outputs=choice,
+    )  # fmt: skip
+    assert (params.stop_token_ids, params.allowed_token_ids) == ([3, 5], [7, 8])
+    assert (params.stop, params.bad_words, choice.choice) == (["a", "bc"], ["x"], ["yes", "no"])
+    assert all(type(t) is int for t in params.stop_token_ids + params.allowed_token_ids)
 
 
 def test_a_field_assigned_later_is_checked_by_validate():

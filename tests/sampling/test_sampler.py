@@ -390,3 +390,17 @@ def test_custom_processors_come_after_the_bias_and_before_the_penalties(kit, sam
     request = kit.request(sampler, prompt=[0], temperature=0, logit_bias={0: 1.0}, repetition_penalty=2.0)
     sampler(torch.zeros(1, 8), [request])
     assert seen[0].tolist() == [[1.0, *[0.0] * 7]]
+
+
+@pytest.mark.parametrize("penalty", [1e-6, 1e6])
+@pytest.mark.parametrize("bias", [1e30, -3.4028234e38])
+def test_the_largest_values_allowed_overflow_nothing(kit, ops, bias, penalty):
+    sampler = Sampler(6, (), ops=ops)
+    logits = torch.tensor([[1e5, -1e5, 3.0, 2.0, 1.0, 0.0]])
+    request = kit.request(
+        sampler, prompt=[0, 1], temperature=0.01, seed=1, repetition_penalty=penalty, logit_bias={0: bias}
+    )
+    out = sampler(logits, [request])
+    assert not out.errors
+    if bias > 0:
+        assert out.token_ids == [0]

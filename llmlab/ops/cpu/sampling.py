@@ -487,6 +487,8 @@ def _top_n_logprobs() -> Callable[[int], None]:
 def top_n_logprobs(logits: Tensor, token_ids: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     if n > _LARGEST_N:
         return reference.top_n_logprobs.reference(logits, token_ids, n)
+    if token_ids.numel() and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < logits.shape[1]:
+        raise IndexError(f"token ids {token_ids.tolist()} do not all lie in the vocabulary [0, {logits.shape[1]})")
     shape = (logits.shape[0], n + 1)
     logprobs = torch.empty(shape, dtype=torch.float32)
     ids, ranks = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
