@@ -153,6 +153,8 @@ def _draw_requests(
         edgecolors="white",
         linewidth=0.6 if grid.size <= 4000 else 0.0,
     )
+    if grid.size > 4000:  # too many cells for a frame each; neighbouring requests must not melt into one
+        axis.hlines(np.arange(1, len(requests)) - 0.5, first - 0.5, last + 0.5, color="white", linewidth=0.7)
     if grid.size <= _WRITTEN_CELLS and last - first < 40:
         for cell in tokens.itertuples():
             dark = cell.kind != "prefill"
