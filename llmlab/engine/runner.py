@@ -16,7 +16,7 @@ from llmlab.ops.cpu.memory import Arena, allocate_in, large_pages
 from llmlab.ops.registry import recording
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from llmlab.engine.request import Request
     from llmlab.engine.scheduler import SchedulerOutput
@@ -52,7 +52,7 @@ class Runner:
 
     def execute(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> tuple[Batch, Tensor]:
         """Copy swapped blocks, run the forward pass: the batch, and its hidden states ``[num_sched_tokens, hidden_size]``."""
-        self._swap(output)
+        self.swap(output.swap_out, output.swap_in)
         batch = Batch.build(output, requests, self.block_size, self.device, self._length_dependent_rope)
         return batch, self.forward(batch)
 
@@ -106,11 +106,14 @@ class Runner:
     def _by_layer(kv_cache: Tensor) -> list[tuple[Tensor, Tensor]]:
         return [(layer[0], layer[1]) for layer in kv_cache]
 
-    def _swap(self, output: SchedulerOutput) -> None:
-        # Out first: a block swapped out may be handed to another request of this very step.
-        if output.swap_out:
-            source, target = map(list, zip(*output.swap_out, strict=True))
+    def swap(self, swap_out: Sequence[tuple[int, int]], swap_in: Sequence[tuple[int, int]] = ()) -> None:
+        """Copy whole blocks, all layers: ``swap_out`` as (device, host) pairs, then ``swap_in`` as (host, device) pairs.
+
+        Out first: a block swapped out may be handed to another request of this very step.
+        """
+        if swap_out:
+            source, target = map(list, zip(*swap_out, strict=True))
             self.host_cache[:, :, target] = self.kv_cache[:, :, source].to("cpu")
-        if output.swap_in:
-            source, target = map(list, zip(*output.swap_in, strict=True))
+        if swap_in:
+            source, target = map(list, zip(*swap_in, strict=True))
             self.kv_cache[:, :, target] = self.host_cache[:, :, source].to(self.device)
