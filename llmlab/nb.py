@@ -6,7 +6,9 @@ through :func:`measured` or :func:`machine`, whose lines are not compared; every
 
 from __future__ import annotations
 
+import base64
 import inspect
+import io
 import math
 import sys
 import time
@@ -131,11 +133,13 @@ def verdict(
     """Judge a claim by its rule, print rule and verdict, and keep the finding in ``out`` (if that is set).
 
     Args:
-        clocked: whether the numbers depend on this machine; then the verdict's line is not compared by the tests.
+        clocked: whether the numbers depend on this machine; then the verdict's line is not compared by the tests, and nothing
+            is decided while the machine is busy with something else.
     """
     from llmlab.measure.claims import claim, judge
+    from llmlab.measure.system import load_now
 
-    finding = judge(claim_id, numbers, machine=machine, model=model, out=out)
+    finding = judge(claim_id, numbers, machine=machine, model=model, out=out, load=load_now() if clocked else 0.0)
     one = claim(claim_id)
     print(f"{claim_id}: {one.statement}\nrule: {one.rule}")
     (measured if clocked else print)(finding)
@@ -160,8 +164,37 @@ def choose_model(model: str) -> str:
     return str(path)
 
 
+def cover(notebook: Any) -> bytes | None:
+    """The figure (PNG) that stands for a notebook: that of the cell tagged ``cover``, else its first; None without any."""
+    figures = [
+        (("cover" not in cell.metadata.get("tags", []), at), output.data["image/png"])
+        for at, cell in enumerate(notebook.cells)
+        for output in cell.get("outputs", [])
+        if "image/png" in output.get("data", {})
+    ]
+    return base64.b64decode(min(figures)[1]) if figures else None
+
+
+def save_cover(path: Path, width: int = 640) -> Path | None:
+    """Write ``images/NAME.png`` beside a notebook, the picture that the index page shows, at most ``width`` pixels wide."""
+    import nbformat
+    from PIL import Image
+
+    png = cover(nbformat.read(path, as_version=4))
+    if png is None:
+        return None
+    picture = Image.open(io.BytesIO(png)).convert("RGB")
+    picture.thumbnail((width, 10 * width), Image.Resampling.LANCZOS)
+    target = path.parent / "images" / f"{path.stem}.png"
+    target.parent.mkdir(exist_ok=True)
+    picture.quantize(128).save(target, optimize=True)
+    return target
+
+
 def run_in_place(path: Path, timeout: int = 600) -> float:
     """Execute a notebook from top to bottom and store it with its outputs and nothing else; returns the seconds it took.
+
+    Its cover goes to ``images/`` beside it.
 
     Raises nbclient's CellExecutionError if a cell fails; the file is left as it was then.
     """
@@ -181,6 +214,7 @@ def run_in_place(path: Path, timeout: int = 600) -> float:
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     notebook.metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     nbformat.write(notebook, path)
+    save_cover(path)
     return seconds
 
 

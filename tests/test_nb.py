@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from nbclient.exceptions import CellExecutionError
+from PIL import Image
 
 from llmlab import hub, nb
 
@@ -61,7 +62,10 @@ def test_tables_are_compared_unless_clocked(monkeypatch: pytest.MonkeyPatch, tmp
     assert all(line.startswith("[measured] ") for line in shown[1]["text/plain"].splitlines())
 
 
-def test_a_verdict_shows_its_rule(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_verdict_shows_its_rule(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(system, "load_now", lambda: 0.0)
     nb.verdict("C04", {"slot": 137}, clocked=False, out=str(tmp_path))
     printed = lines(capsys)
     assert printed[1] == "rule: the engine's own batch builder gives 137"
@@ -69,6 +73,9 @@ def test_a_verdict_shows_its_rule(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert (tmp_path / "claims" / "C04.json").is_file()
     nb.verdict("C04", {"slot": 1}, clocked=True)
     assert lines(capsys)[-1].startswith("[measured] C04 refuted")
+    monkeypatch.setattr(system, "load_now", lambda: 0.8)
+    nb.verdict("C04", {"slot": 137}, clocked=True)
+    assert lines(capsys)[-1].startswith("[measured] C04 not decided (machine busy)")
 
 
 def model_at(folder: Path) -> None:
@@ -136,3 +143,22 @@ def test_source_is_shown_to_readers_only(monkeypatch: pytest.MonkeyPatch) -> Non
     nb.source(rms_norm_kernel)
     assert [list(data) for data in shown] == [["text/html"], ["text/html"]]
     assert "measured" in shown[0]["text/html"] and "rms_norm_kernel" in shown[1]["text/html"]
+
+
+def test_the_cover_is_the_tagged_figure_else_the_first(tmp_path: Path) -> None:
+    draw = "from matplotlib.figure import Figure\nfig = Figure((8, {height}))\nfig.subplots()\nfig"
+    path = notebook_at(tmp_path / "a.ipynb", "x: int = 2", draw.format(height=2), draw.format(height=4))
+    nb.run_in_place(path)
+    with Image.open(tmp_path / "images" / "a.png") as picture:
+        assert picture.width <= 640 and picture.width / picture.height > 2.5
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells[2].metadata["tags"] = ["cover"]
+    nbformat.write(notebook, path)
+    target = nb.save_cover(path)
+    assert target is not None
+    with Image.open(target) as picture:
+        assert picture.width / picture.height < 2.5
+
+
+def test_a_notebook_without_figures_has_no_cover(tmp_path: Path) -> None:
+    assert nb.save_cover(notebook_at(tmp_path / "a.ipynb", "x: int = 2")) is None

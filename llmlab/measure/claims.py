@@ -7,11 +7,13 @@ verdict: that is computed from them each time it is shown. A refuted claim is a 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from llmlab.measure.system import BUSY
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,16 +23,19 @@ Numbers = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Verdict:
-    """``confirmed``, ``refuted``, or ``depends`` on what ``on`` says."""
+    """``confirmed``, ``refuted``, ``depends`` on what ``on`` says, or ``not decided`` because of it."""
 
-    word: Literal["confirmed", "refuted", "depends"]
+    word: Literal["confirmed", "refuted", "depends", "not decided"]
     on: str = ""
 
     def __str__(self) -> str:
+        if self.word == "not decided":
+            return f"{self.word} ({self.on})"
         return f"{self.word}: {self.on}" if self.on else self.word
 
 
 CONFIRMED, REFUTED = Verdict("confirmed"), Verdict("refuted")
+MACHINE_BUSY = Verdict("not decided", "machine busy")
 
 
 def depends(on: str) -> Verdict:
@@ -59,17 +64,22 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one measurement of one claim found, where and when. ``model`` is empty where none was involved."""
+    """What one measurement of one claim found, where and when. ``model`` is empty where none was involved.
+
+    ``load``: the share of the machine that worked for others meanwhile, where clocks had a part in the numbers.
+    """
 
     claim: str
     numbers: dict[str, float]
     machine: str
     model: str
     date: str
+    load: float = 0.0
 
     @property
     def verdict(self) -> Verdict:
-        return claim(self.claim).decide(self.numbers)
+        """By the claim's rule; a busy machine decides nothing."""
+        return MACHINE_BUSY if self.load >= BUSY else claim(self.claim).decide(self.numbers)
 
     def __str__(self) -> str:
         return f"{self.claim} {self.verdict} ({numbers_text(self.numbers)})"
@@ -91,12 +101,19 @@ def register() -> tuple[Claim, ...]:
 
 
 def judge(
-    claim_id: str, numbers: Numbers, *, machine: str = "", model: str = "", out: str | Path | None = None
+    claim_id: str,
+    numbers: Numbers,
+    *,
+    machine: str = "",
+    model: str = "",
+    out: str | Path | None = None,
+    load: float = 0.0,
 ) -> Finding:
     """Turn measured numbers into a finding, and keep it in ``out/claims/`` if ``out`` is given.
 
     Args:
         machine: where the numbers come from; empty for this machine's CPU, or for numbers that no machine had a part in.
+        load: the share of the machine that worked for others while something was clocked.
 
     Raises:
         ValueError: unknown claim, or numbers other than those that its rule reads.
@@ -110,6 +127,7 @@ def judge(
         machine or _this_machine(),
         model,
         datetime.now(UTC).isoformat(timespec="seconds"),
+        round(load, 2),
     )
     if out:
         folder = Path(out) / "claims"
@@ -119,7 +137,7 @@ def judge(
 
 
 def read_findings(*folders: str | Path) -> list[Finding]:
-    """Findings in ``claims/`` of these folders and anywhere below, the newest of a claim and machine only."""
+    """Findings in ``claims/`` of these folders (reports) and anywhere below, the newest of a claim and machine only."""
     newest: dict[tuple[str, str], Finding] = {}
     for folder in folders:
         for file in sorted(Path(folder).glob("**/claims/*.json")):
@@ -130,31 +148,42 @@ def read_findings(*folders: str | Path) -> list[Finding]:
     return sorted(newest.values(), key=lambda finding: finding.claim)
 
 
-def claims_table(*folders: str | Path, measure: bool = True) -> pd.DataFrame:
+def known_findings(*folders: str | Path, measure: Iterable[Claim] = ()) -> list[Finding]:
+    """What is known: findings of the folders, of ``data/measurements`` where they say nothing, and of claims measured now.
+
+    Args:
+        measure: claims to measure on the spot if the folders have no finding of theirs; each needs its ``measure``.
+    """
+    from llmlab.measure.measurements import stored_findings
+
+    found = read_findings(*folders)
+    there = {finding.claim for finding in found}
+    found += [judge(one.id, one.measure()) for one in measure if one.measure is not None and one.id not in there]
+    there = {(finding.claim, finding.machine) for finding in found}
+    found += [finding for finding in stored_findings() if (finding.claim, finding.machine) not in there]
+    return sorted(found, key=lambda finding: finding.claim)
+
+
+def claims_table(*folders: str | Path, measure: bool = True, findings: Sequence[Finding] | None = None) -> pd.DataFrame:
     """One row a claim and machine: claim, statement, verdict, numbers, rule, measured on.
 
-    Findings come from the folders; from ``data/measurements`` of a checkout, where stored results of other machines lie; and,
-    with ``measure``, claims that need neither model nor accelerator and have no finding yet are measured on the spot.
+    Args:
+        folders: where findings are; those of ``data/measurements`` are shown beside them.
+        measure: measure the claims on the spot that need neither model nor accelerator and have no finding yet.
+        findings: show these instead of what :func:`known_findings` gives.
     """
     import pandas as pd
 
-    findings = read_findings(*folders)
-    stored = [
-        s for s in read_findings(*_stored()) if (s.claim, s.machine) not in {(f.claim, f.machine) for f in findings}
-    ]
+    if findings is None:
+        findings = known_findings(*folders, measure=quick_claims() if measure else ())
     rows = []
     for one in register():
-        mine = [finding for finding in (*findings, *stored) if finding.claim == one.id]
-        if not mine and measure and one.measure is not None:
-            mine = [judge(one.id, one.measure())]
+        mine = [finding for finding in findings if finding.claim == one.id]
         if not mine:
             rows.append(_row(one, f"not measured here: needs {one.needs}" if one.needs else "not measured yet"))
-        rows += [
-            _row(
-                one, str(f.verdict), numbers_text(f.numbers), ", ".join(filter(None, (f.machine, f.model, f.date[:10])))
-            )
-            for f in mine
-        ]
+        for f in mine:
+            where = ", ".join(filter(None, (f.machine, f.model, f.date[:10])))
+            rows.append(_row(one, str(f.verdict), numbers_text(f.numbers), where))
     return pd.DataFrame(rows)
 
 
@@ -183,8 +212,3 @@ def _this_machine() -> str:
     from llmlab.measure.hardware import describe_machine
 
     return describe_machine("cpu").device
-
-
-def _stored() -> list[Path]:
-    root = Path(__file__).resolve().parents[2]
-    return [root / "data" / "measurements"] if (root / "pyproject.toml").is_file() else []

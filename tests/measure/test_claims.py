@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from llmlab.measure import claims
+from llmlab.measure import measurements
 from llmlab.measure.claims import Verdict, claim, claims_table, judge, quick_claims, read_findings, register
+from llmlab.measure.hardware import describe_machine
 
 # For each claim: numbers that must confirm it, numbers that must not, and what those must give instead.
 CASES = {
@@ -56,7 +58,7 @@ CASES = {
 
 @pytest.fixture
 def nothing_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "_stored", lambda: [])
+    monkeypatch.setattr(measurements, "ROOT", Path("/nowhere"))
 
 
 def test_the_register_is_complete_and_in_order() -> None:
@@ -80,7 +82,7 @@ def test_rules_discriminate(claim_id: str) -> None:
 def test_a_finding_keeps_numbers_and_no_verdict(tmp_path: Path) -> None:
     finding = judge("C04", {"slot": 137}, machine="a machine", model="a model", out=tmp_path)
     kept = json.loads((tmp_path / "claims" / "C04.json").read_text())
-    assert set(kept) == {"claim", "numbers", "machine", "model", "date"}
+    assert set(kept) == {"claim", "numbers", "machine", "model", "date", "load"}
     assert read_findings(tmp_path) == [finding]
     assert finding.verdict == Verdict("confirmed")
     assert str(finding) == "C04 confirmed (slot 137)"
@@ -114,11 +116,22 @@ def test_the_table_says_what_was_not_measured(tmp_path: Path) -> None:
 
 
 def test_stored_results_of_other_machines_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = tmp_path / "measurements"
-    judge("C31", {"speedup": 3, "max_error": 0}, machine="a GPU", out=stored / "run-1")
-    monkeypatch.setattr(claims, "_stored", lambda: [stored])
+    (tmp_path / "pyproject.toml").write_text("")
+    entry = measurements.new_entry("campaign", describe_machine(), {})
+    entry["findings"] = [asdict(judge("C31", {"speedup": 3, "max_error": 0}, machine="a GPU"))]
+    measurements.store(entry, tmp_path / "data" / "measurements")
+    monkeypatch.setattr(measurements, "ROOT", tmp_path)
     row = claims_table(measure=False).set_index("claim").loc["C31"]
     assert row["verdict"] == "confirmed" and row["measured on"].startswith("a GPU")
+
+
+@pytest.mark.usefixtures("nothing_stored")
+def test_a_busy_machine_decides_nothing(tmp_path: Path) -> None:
+    judge("C10", {"speedup": 1.3}, load=0.6, out=tmp_path)
+    assert (
+        claims_table(tmp_path, measure=False).set_index("claim").loc["C10", "verdict"] == "not decided (machine busy)"
+    )
+    assert str(judge("C10", {"speedup": 1.3}, load=0.1).verdict) == "confirmed"
 
 
 def test_the_newest_finding_of_a_machine_counts(tmp_path: Path) -> None:
