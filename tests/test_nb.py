@@ -12,6 +12,7 @@ from nbclient.exceptions import CellExecutionError
 from PIL import Image
 
 from llmlab import hub, nb
+from llmlab.measure import system
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -146,8 +147,8 @@ def test_source_is_shown_to_readers_only(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_cover_is_the_tagged_figure_else_the_first(tmp_path: Path) -> None:
-    draw = "from matplotlib.figure import Figure\nfig = Figure((8, {height}))\nfig.subplots()\nfig"
-    path = notebook_at(tmp_path / "a.ipynb", "x: int = 2", draw.format(height=2), draw.format(height=4))
+    draw = "from PIL import Image\nImage.new('RGB', (800, {height}))"  # shown as image/png
+    path = notebook_at(tmp_path / "a.ipynb", "x: int = 2", draw.format(height=200), draw.format(height=400))
     nb.run_in_place(path)
     with Image.open(tmp_path / "images" / "a.png") as picture:
         assert picture.width <= 640 and picture.width / picture.height > 2.5

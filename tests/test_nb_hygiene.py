@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "nbs").rglob("*.ipynb"))
-ALLOWED_TAGS = {"parameters", "raises-exception", "nbval-ignore-output", "nbval-skip"}
+ALLOWED_TAGS = {"cover", "parameters", "raises-exception", "nbval-ignore-output", "nbval-skip"}
 LARGEST = 1_000_000
 LONGEST_CELL = 25
 MACHINE_PATH = re.compile(r"(?:(?<![\w.])/(?:home|root|tmp|Users|work|mnt|var|opt)/\w|[A-Z]:\\\\\w)")
@@ -86,6 +86,12 @@ def test_begins_with_a_question_and_takes_typed_parameters(notebook: Any) -> Non
     tagged = [cell for cell in code_cells(notebook) if "parameters" in cell.metadata.get("tags", [])]
     for cell in tagged:  # papermill infers types from annotations only
         assert all(re.match(r"\w+: \w+ = ", line) for line in cell.source.splitlines()), cell.source
+
+
+def test_stands_on_the_index_page_with_its_picture(path: Path) -> None:
+    index = (ROOT / "nbs" / "README.md").read_text(encoding="utf-8")
+    assert f"({path.name})" in index, "name it in nbs/README.md"
+    assert f"(images/{path.stem}.png)" in index and (ROOT / "nbs" / "images" / f"{path.stem}.png").is_file()
 
 
 @pytest.mark.parametrize(
