@@ -139,7 +139,15 @@ def throughput_figure(table: pd.DataFrame, title: str) -> Figure:
     places = np.arange(len(table))
     inside, outside = 1e3 * table["op_seconds"], 1e3 * table["outside_seconds"]
     right.bar(places, inside, color=SERIES[0], label="inside ops")
-    right.bar(places, outside, bottom=inside, color=SERIES[1], hatch="//", edgecolor="white", label="outside of any op")
+    right.bar(
+        places,
+        outside,
+        bottom=inside,
+        color=SERIES[1],
+        hatch="//",
+        edgecolor="white",
+        label="outside of any op, recorder included",
+    )
     right.set_xticks(places, [str(r) for r in reqs])
     right.set_xlabel("requests in the step")
     right.set_ylabel("a step, op by op (ms)")

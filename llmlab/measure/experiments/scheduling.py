@@ -231,7 +231,7 @@ def throughput_by_batch(
     """Decode steps of the whole engine, scheduler and sampler included, for several numbers of requests. One row a batch:
 
     num_reqs, seconds a step (median; low, high: 10th and 90th percentile), tokens_per_s, op_seconds (time inside ops of a step
-    that runs op by op), outside_seconds (the rest of that step).
+    that runs op by op and is recorded), outside_seconds (the rest of that step, the recorder's own work included).
     """
     import pandas as pd
 
