@@ -78,12 +78,14 @@ def run(
         query_lens = np.fromiter(scheduled.values(), np.int64, len(scheduled))
         seq_lens = query_lens + np.fromiter(output.num_computed_tokens.values(), np.int64, len(scheduled))
         getting = list(map(requests.__getitem__, scheduled))
+        sampled = np.ones(len(scheduled), bool)
         if in_prefill or output.scheduled_new_req_ids or output.scheduled_resumed_req_ids:  # else all of them decode
-            getting = [r for r in getting if r.num_computed_tokens >= len(r.all_token_ids)]
+            sampled = np.array([r.num_computed_tokens >= len(r.all_token_ids) for r in getting])
+            getting = list(itertools.compress(getting, sampled))
             in_prefill = len(getting) < len(scheduled)
         last_times = Counter(map(_last_token_time, getting))
 
-        seconds = clock.seconds(query_lens, seq_lens, len(getting))
+        seconds = clock.seconds(query_lens, seq_lens, sampled)
         seconds += seconds_per_swapped_block * (len(output.swap_out) + len(output.swap_in))
         now += seconds
         num_running, usage = len(scheduler.running), scheduler.kv_cache_manager.usage

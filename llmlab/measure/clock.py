@@ -1,8 +1,8 @@
 """How long a step takes, from its shape alone, in microseconds of computing: the simulator's clocks.
 
 Every op's cost is affine in six numbers of a step (:func:`step_features`), whatever the requests in it. The coefficients are not
-written down again: each op's own cost is asked at a few shapes (:func:`affine_costs`), once; a step then costs one small
-matrix product. A clock is any object with ``seconds(query_lens, seq_lens, num_sampled)``.
+written down again: each op's own cost is asked at a few shapes (:class:`AffineCosts`), once; a step then costs one small
+matrix product. A clock is any object with ``seconds(query_lens, seq_lens, sampled)``.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from llmlab.measure.cost import LINEAR_GROUPS, step_costs
 from llmlab.measure.plan import Efficiency, Hardware, communication_seconds, shard_config
 
 Ints = NDArray[np.int64]
-NUM_FEATURES = 6
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 
 
 class Clock(Protocol):
     """Seconds of one step: request ``r`` has ``query_lens[r]`` new tokens, the last of which sees ``seq_lens[r]``.
 
-    ``num_sampled`` of the requests have their whole prompt computed, and get a token.
+    ``sampled[r]`` (bool) says whether its whole prompt is computed then, so that it gets a token.
     """
 
-    def seconds(self, query_lens: Ints, seq_lens: Ints, num_sampled: int) -> float: ...
+    def seconds(self, query_lens: Ints, seq_lens: Ints, sampled: Bools) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ class ConstantClock:
     per_step: float
     per_token: float = 0.0
 
-    def seconds(self, query_lens: Ints, seq_lens: Ints, num_sampled: int) -> float:
+    def seconds(self, query_lens: Ints, seq_lens: Ints, sampled: Bools) -> float:
         return self.per_step + self.per_token * int(query_lens.sum())
 
 
-def step_features(query_lens: Ints, seq_lens: Ints, block_size: int, window: int | None = None) -> NDArray[np.float64]:
+def step_features(query_lens: Ints, seq_lens: Ints, block_size: int, window: int | None = None) -> Floats:
     """``[1, tokens, requests, (query, key) pairs, distinct keys, block-table entries]`` of a step.
 
     The last three are attention's: causal, and within a sliding window if there is one.
@@ -61,48 +62,56 @@ def step_features(query_lens: Ints, seq_lens: Ints, block_size: int, window: int
     return np.array([1, tokens, requests, pairs.sum(), keys.sum(), entries.sum()], np.float64)
 
 
+# Requests as (query_len, seq_len), seq_len in blocks and tokens. Tokens over requests is nowhere a whole number but in decodes:
+# where it is the group size, norms over query heads and KV heads have equal costs and would be taken for one op.
+_DECODES = [[(1, 0, 1)], [(1, 0, 3)], [(1, 2, 1)], [(1, 0, 1)] * 2, [(1, 5, 2), (1, 0, 1), (1, 1, 0)]]
+_MIXED = [
+    [(1, 0, 1), (2, 0, 2)],
+    [(4, 0, 4), (1, 3, 2)],
+    [(3, 4, 1), (4, 1, 6)],
+    [(1, 0, 2), (1, 0, 1), (2, 0, 3)],
+    [(2, 2, 0), (4, 9, 5), (1, 0, 1)],
+    [(1, 0, 1), (1, 6, 1), (1, 2, 3), (2, 0, 7)],
+    [(2, 0, 2), (1, 0, 1), (3, 0, 3), (5, 7, 1)],
+    [(9, 0, 9), (2, 3, 1)],
+]
+
+
 @dataclass(frozen=True)
 class AffineCosts:
-    """``flops`` and ``bytes`` ``[num_ops, 6]``: coefficients of the six features; ``calls [num_ops]``; names by op."""
+    """The ops of a step: coefficients ``flops, bytes [num_ops, 6]`` of its features, ``calls [num_ops]``, names.
 
-    stages: tuple[str, ...]
-    groups: tuple[str, ...]
-    calls: NDArray[np.float64]
-    flops: NDArray[np.float64]
-    bytes: NDArray[np.float64]
-
-
-def affine_costs(config: ModelConfig, dtype: torch.dtype, block_size: int) -> AffineCosts:
-    """Every op of a step of a model without sliding windows, as coefficients of :func:`step_features`.
-
-    Found by asking ``step_costs`` at more shapes than there are features; costs are whole numbers, and so are these.
+    Attributes:
+        of_sampled: ops that work on the sampled tokens alone (the LM head, and what the last layer does for nobody else): their
+            features are those of a step of these tokens.
     """
-    plain = replace(config, sliding_windows=(None,) * config.num_layers)
-    b = block_size
-    shapes = [
-        ([1], [1]),
-        ([2], [2]),
-        ([1, 1], [1, 1]),
-        ([1], [b + 3]),
-        ([3], [5 * b]),
-        ([2, 3], [9, 7]),
-        ([5, 1], [5, 2 * b]),
-    ]
-    asked = [step_costs(plain, q, s, dtype=dtype, block_size=b) for q, s in shapes]
-    features = np.stack([step_features(np.array(q), np.array(s), b) for q, s in shapes])
 
-    def coefficients(column: int) -> NDArray[np.float64]:
-        values = np.array([[op.cost[column] for op in costs] for costs in asked], np.float64)
-        return np.rint(np.linalg.lstsq(features, values, rcond=None)[0]).T
+    groups: tuple[str, ...]
+    calls: Floats
+    flops: Floats
+    bytes: Floats
+    of_sampled: Bools
 
-    ops = asked[0]
-    return AffineCosts(
-        stages=tuple(op.stage for op in ops),
-        groups=tuple(op.group for op in ops),
-        calls=np.array([op.calls for op in ops], np.float64),
-        flops=coefficients(0),
-        bytes=coefficients(1),
-    )
+    @classmethod
+    def of(cls, config: ModelConfig, dtype: torch.dtype, block_size: int, decode: bool) -> AffineCosts:
+        """Ask ``step_costs`` for a model without sliding windows, at some shapes of all decodes or of mixed steps.
+
+        The features determine every cost exactly, so least squares leaves nothing over.
+        """
+        plain = replace(config, sliding_windows=(None,) * config.num_layers)
+        shapes = [
+            ([q for q, _, _ in step], [max(q, blocks * block_size + rest) for q, blocks, rest in step])
+            for step in (_DECODES if decode else _MIXED)
+        ]
+        asked = [step_costs(plain, q, s, dtype=dtype, block_size=block_size) for q, s in shapes]
+        features = np.stack([step_features(np.array(q), np.array(s), block_size) for q, s in shapes])
+        flops, nbytes = (
+            np.linalg.lstsq(features, np.array([[op.cost[i] for op in costs] for costs in asked], np.float64))[0].T
+            for i in range(2)
+        )
+        per_token = np.abs(flops[:, 1]) + np.abs(nbytes[:, 1])
+        calls = np.array([op.calls for op in asked[0]], np.float64)
+        return cls(tuple(op.group for op in asked[0]), calls, flops, nbytes, per_token < 1e-3)
 
 
 class RooflineClock:
@@ -131,50 +140,83 @@ class RooflineClock:
     ) -> None:
         self.config, self.hardware, self.efficiency = config, hardware, efficiency
         self.tensor_parallel_size, self.dtype, self.block_size = tensor_parallel_size, dtype, block_size
-        costs = affine_costs(shard_config(config, tensor_parallel_size), dtype, block_size)
-        roof = hardware.roof
-        attention = np.array([group == "attention" for group in costs.groups])
-        # seconds [rows, 6]: one row an op, attention apart as its features depend on the layer's window
-        self._flop_seconds = costs.flops / (roof.flops * efficiency.flops)
-        self._byte_seconds = costs.bytes / (roof.bandwidth * efficiency.bandwidth)
-        self._calls, self._attention = costs.calls, attention
-        self._windows = Counter(config.sliding_windows)
-        self._head = np.array([group == "head" for group in costs.groups])
-        self._linear = np.array([group in LINEAR_GROUPS for group in costs.groups])
+        rank = shard_config(config, tensor_parallel_size)
+        self._decode = self._kind(AffineCosts.of(rank, dtype, block_size, decode=True))
+        self._mixed = self._kind(AffineCosts.of(rank, dtype, block_size, decode=False))
 
-    def seconds(self, query_lens: Ints, seq_lens: Ints, num_sampled: int) -> float:
-        return sum(self.parts(query_lens, seq_lens, num_sampled).values())
+    def seconds(self, query_lens: Ints, seq_lens: Ints, sampled: Bools) -> float:
+        return sum(self.parts(query_lens, seq_lens, sampled).values())
 
-    def parts(self, query_lens: Ints, seq_lens: Ints, num_sampled: int) -> dict[str, float]:
+    def parts(self, query_lens: Ints, seq_lens: Ints, sampled: Bools) -> dict[str, float]:
         """Seconds of "linear", "attention", "rest", "communication" and "overhead"."""
+        c, tp = self.config, self.tensor_parallel_size
+        ops = self._decode if query_lens.sum() == len(query_lens) else self._mixed
         features = step_features(query_lens, seq_lens, self.block_size)
-        features_of_head = features.copy()
-        features_of_head[2] = num_sampled  # only kept rows meet the LM head
-        rows = np.where(self._head[:, None], features_of_head, features)
-        seconds = self._calls * self._longer(slice(None), rows)
-        attention = 0.0
-        for window, layers in self._windows.items():
+        seconds = dict.fromkeys(("linear", "attention", "rest"), 0.0)
+        for name, rows in ops.plain.items():
+            seconds[name] += rows.seconds(features)
+        for window, layers in ops.windows.items():
             windowed = features if window is None else step_features(query_lens, seq_lens, self.block_size, window)
-            attention += layers * float(self._longer(self._attention, windowed).sum())
-        linear = float(seconds[self._linear].sum())
-        return {
-            "linear": linear,
-            "attention": attention,
-            "rest": float(seconds[~self._attention].sum()) - linear,
-            "communication": communication_seconds(
-                self.config,
-                self.hardware,
-                self.efficiency,
-                self.tensor_parallel_size,
-                features[1],
-                num_sampled,
-                self.dtype,
-            ),
-            "overhead": self.efficiency.step_overhead,
-        }
+            seconds["attention"] += layers * ops.attention.seconds(windowed)
+        num_sampled = int(sampled.sum())
+        if num_sampled and ops.of_sampled:
+            ones, window = np.ones(num_sampled, np.int64), c.sliding_windows[-1]
+            features_of_sampled = step_features(ones, seq_lens[sampled], self.block_size, window)
+            for name, rows in ops.of_sampled.items():
+                seconds[name] += rows.seconds(features_of_sampled)
+        num_tokens = float(features[1])
+        seconds["communication"] = communication_seconds(
+            c, self.hardware, self.efficiency, tp, num_tokens, num_sampled, self.dtype
+        )
+        return seconds | {"overhead": self.efficiency.step_overhead}
 
-    def _longer(self, ops: slice | NDArray[np.bool_], features: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.maximum((self._flop_seconds[ops] * features).sum(-1), (self._byte_seconds[ops] * features).sum(-1))
+    def _kind(self, costs: AffineCosts) -> _StepKind:
+        names = np.array(
+            [{"attention": "attention"}.get(g, "linear" if g in LINEAR_GROUPS else "rest") for g in costs.groups]
+        )
+        attention = (names == "attention") & ~costs.of_sampled
+        last_apart = ((names == "attention") & costs.of_sampled).any()
+        windows = self.config.sliding_windows[:-1] if last_apart else self.config.sliding_windows
+
+        def rows(mask: Bools, calls: Floats) -> _Rows:
+            roof, share = self.hardware.roof, self.efficiency
+            return _Rows(
+                calls[mask],
+                costs.flops[mask] / (roof.flops * share.flops),
+                costs.bytes[mask] / (roof.bandwidth * share.bandwidth),
+            )
+
+        def by_name(among: Bools) -> dict[str, _Rows]:
+            return {name: rows(among & (names == name), costs.calls) for name in np.unique(names[among]).tolist()}
+
+        return _StepKind(
+            plain=by_name(~costs.of_sampled & ~attention),
+            of_sampled=by_name(costs.of_sampled),
+            attention=rows(attention, np.ones_like(costs.calls)),
+            windows=Counter(windows),
+        )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some ops: how often each runs, and its seconds of arithmetic and of traffic as coefficients of the features."""
+
+    calls: Floats
+    arithmetic: Floats
+    traffic: Floats
+
+    def seconds(self, features: Floats) -> float:
+        return float(self.calls @ np.maximum(self.arithmetic @ features, self.traffic @ features))
+
+
+@dataclass(frozen=True)
+class _StepKind:
+    """The ops of a step of all decodes, or of a mixed one; attention apart, by the windows of the layers that run it whole."""
+
+    plain: dict[str, _Rows]
+    of_sampled: dict[str, _Rows]
+    attention: _Rows
+    windows: Counter[int | None]
 
 
 CALIBRATED_TERMS = ("step", "mixed step", "request", "linear", "attention", "rest")
@@ -186,7 +228,7 @@ class StepSample:
 
     query_lens: Ints
     seq_lens: Ints
-    num_sampled: int
+    sampled: Bools
     seconds: float
 
 
@@ -215,20 +257,20 @@ class CalibratedClock:
         seconds = np.array([sample.seconds for sample in samples])
         if not (np.isfinite(seconds).all() and (seconds > 0).all()):
             raise ValueError("every measured step must have taken a positive time")
-        terms = np.stack([_terms(base, s.query_lens, s.seq_lens, s.num_sampled) for s in samples])
+        terms = np.stack([_terms(base, s.query_lens, s.seq_lens, s.sampled) for s in samples])
         return cls(base, _nonnegative_least_squares(terms / seconds[:, None], np.ones(len(samples))))
 
-    def seconds(self, query_lens: Ints, seq_lens: Ints, num_sampled: int) -> float:
-        return float(self.weights @ _terms(self.base, query_lens, seq_lens, num_sampled))
+    def seconds(self, query_lens: Ints, seq_lens: Ints, sampled: Bools) -> float:
+        return float(self.weights @ _terms(self.base, query_lens, seq_lens, sampled))
 
 
-def _terms(base: RooflineClock, query_lens: Ints, seq_lens: Ints, num_sampled: int) -> NDArray[np.float64]:
-    parts = base.parts(query_lens, seq_lens, num_sampled)
+def _terms(base: RooflineClock, query_lens: Ints, seq_lens: Ints, sampled: Bools) -> Floats:
+    parts = base.parts(query_lens, seq_lens, sampled)
     mixed = float(query_lens.max() > 1)
     return np.array([1.0, mixed, len(query_lens), parts["linear"], parts["attention"], parts["rest"]])
 
 
-def _nonnegative_least_squares(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+def _nonnegative_least_squares(a: Floats, b: Floats) -> Floats:
     """The x >= 0 with the least ``|a·x − b|``: the active-set method of Lawson and Hanson (1974, chapter 23)."""
     x, free = np.zeros(a.shape[1]), np.zeros(a.shape[1], bool)
     scale = np.abs(a).max(axis=0)

@@ -16,6 +16,7 @@ from llmlab.measure.plan import PERFECT, Efficiency, datasheet_hardware
 from llmlab.ops.attention import visible_keys, visible_pairs
 
 H200 = datasheet_hardware("H200")
+ONE, BOTH = np.array([True]), np.array([True, True])
 SIZES = {
     "vocab_size": 50,
     "hidden_size": 48,
@@ -53,7 +54,7 @@ def test_the_roofline_clock_is_the_cost_models_bound(name: str, step: list[tuple
     seq_lens = query_lens + np.array([c for _, c in step])
     costs = step_costs(CONFIGS[name], query_lens.tolist(), seq_lens.tolist(), block_size=4)
     want = least_seconds(costs, H200.roof)
-    assert CLOCKS[name].seconds(query_lens, seq_lens, len(step)) == pytest.approx(want, rel=1e-12)
+    assert CLOCKS[name].seconds(query_lens, seq_lens, np.ones(len(step), bool)) == pytest.approx(want, rel=1e-12)
 
 
 @given(step=STEPS, window=st.one_of(st.none(), st.integers(1, 400)))
@@ -68,22 +69,24 @@ def test_features_count_what_attention_sees(step: list[tuple[int, int]], window:
 
 def test_efficiency_divides_and_overhead_adds() -> None:
     q, s = np.array([1, 1]), np.array([500, 700])
-    least = RooflineClock(CONFIGS["llama-3-8b"], H200, PERFECT).seconds(q, s, 2)
-    half = RooflineClock(CONFIGS["llama-3-8b"], H200, Efficiency(0.5, 0.5, step_overhead=0.25)).seconds(q, s, 2)
+    least = RooflineClock(CONFIGS["llama-3-8b"], H200, PERFECT).seconds(q, s, BOTH)
+    half = RooflineClock(CONFIGS["llama-3-8b"], H200, Efficiency(0.5, 0.5, step_overhead=0.25)).seconds(q, s, BOTH)
     assert half == pytest.approx(2 * least + 0.25, rel=1e-12)
 
 
 def test_partial_prefills_do_not_meet_the_lm_head() -> None:
     config = CONFIGS["llama-3-8b"]
-    q, s = np.full(64, 20), np.full(64, 20)
+    q, s = np.full(3, 200), np.full(3, 900)
     clock = RooflineClock(config, H200, PERFECT)
-    logits = 2 * 63 * (config.hidden_size + config.vocab_size)  # bf16 bytes of rows in and out; memory-bound at 64 rows
-    saved = clock.seconds(q, s, 64) - clock.seconds(q, s, 1)
-    assert saved == pytest.approx(logits / H200.roof.bandwidth, rel=1e-9)
+    seconds = [clock.seconds(q, s, np.arange(3) < n) for n in range(4)]
+    assert seconds == sorted(seconds)
+    head = 2 * config.hidden_size * config.vocab_size  # bf16 bytes that a step reads only if somebody is sampled
+    assert seconds[1] - seconds[0] >= head / H200.roof.bandwidth
+    assert seconds[3] - seconds[1] < 0.01 * head / H200.roof.bandwidth
 
 
 def test_a_constant_clock() -> None:
-    assert ConstantClock(2.0, 0.5).seconds(np.array([3, 1]), np.array([3, 9]), 1) == 4.0
+    assert ConstantClock(2.0, 0.5).seconds(np.array([3, 1]), np.array([3, 9]), BOTH) == 4.0
 
 
 def samples(base: RooflineClock, weights: np.ndarray, count: int = 60) -> list[StepSample]:
@@ -93,8 +96,8 @@ def samples(base: RooflineClock, weights: np.ndarray, count: int = 60) -> list[S
     for i in range(count):
         reqs = int(rng.integers(1, 30))
         query = np.ones(reqs, np.int64) if i % 2 else rng.integers(1, 400, reqs)
-        seq = query + rng.integers(0, 2000, reqs)
-        made.append(StepSample(query, seq, reqs, truth.seconds(query, seq, reqs)))
+        seq, sampled = query + rng.integers(0, 2000, reqs), np.arange(reqs) > 0
+        made.append(StepSample(query, seq, sampled, truth.seconds(query, seq, sampled)))
     return made
 
 
@@ -124,7 +127,7 @@ def test_a_fit_refuses_what_it_cannot_use() -> None:
     with pytest.raises(ValueError, match="5 steps are too few"):
         CalibratedClock.fit(base, some[:5])
     with pytest.raises(ValueError, match="positive time"):
-        CalibratedClock.fit(base, [*some, StepSample(np.array([1]), np.array([1]), 1, 0.0)])
+        CalibratedClock.fit(base, [*some, StepSample(np.array([1]), np.array([1]), ONE, 0.0)])
 
 
 def test_a_dtype_counts_its_bytes() -> None:
@@ -132,5 +135,5 @@ def test_a_dtype_counts_its_bytes() -> None:
     single = RooflineClock(
         CONFIGS["llama-3-8b"], datasheet_hardware("H200", torch.float32), PERFECT, dtype=torch.float32
     )
-    both = single.seconds(q, s, 1) / RooflineClock(CONFIGS["llama-3-8b"], H200, PERFECT).seconds(q, s, 1)
+    both = single.seconds(q, s, ONE) / RooflineClock(CONFIGS["llama-3-8b"], H200, PERFECT).seconds(q, s, ONE)
     assert both == pytest.approx(2.0, rel=1e-3)
