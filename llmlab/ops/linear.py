@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Real
 from torch import Tensor
 
+from llmlab.ops.quantization import Int8Weight
 from llmlab.ops.registry import Cost, op
 
 
@@ -21,8 +22,10 @@ def _linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
 @op(cost=_linear_cost)
 def linear(
     x: Float[Tensor, "num_sched_tokens in_features"],
-    weight: Float[Tensor, "out_features in_features"],
+    weight: Real[Tensor, "out_features in_features"],  # int8 when quantised
     bias: Float[Tensor, "out_features"] | None = None,
 ) -> Float[Tensor, "num_sched_tokens out_features"]:
-    """``x · weightᵀ + bias``."""
+    """``x · weightᵀ + bias``; the weight may be a :class:`~llmlab.ops.quantization.Int8Weight` too."""
+    if isinstance(weight, Int8Weight):
+        return weight.linear(x, bias)
     return torch.nn.functional.linear(x, weight, bias)

@@ -115,18 +115,27 @@ class OpSet:
         """Whether the ops are the fast CPU twins."""
         return self.backend == "torch" and self.device.type == "cpu" and find_spec("numba") is not None
 
-    def linear_packer(self) -> Callable[[torch.Tensor], Any]:
+    def linear_packer(self, quantization: str | None = None) -> Callable[[torch.Tensor], Any]:
         """A function from a weight ``[out_features, in_features]`` to the form in which this set's ``linear`` reads it fastest.
 
         On a CPU each weight is laid out once, one behind the other; elsewhere it is the tensor itself. Use one packer a model.
+
+        Args:
+            quantization: "int8" for 8-bit integers with a scale an output feature; None for weights as they are.
+
+        Raises ValueError for a quantization that is unknown, or that this set's ``linear`` has no kernel for.
         """
-        if self.backend == "torch" and self.device.type == "cpu":
-            try:
-                from llmlab.ops.cpu.linear import LinearPacker
-            except ModuleNotFoundError:  # no numba: the reference reads plain tensors
-                return lambda weight: weight
-            return LinearPacker()
-        return lambda weight: weight
+        from llmlab.ops.quantization import METHODS, quantize_int8
+
+        if quantization not in (None, *METHODS):
+            raise ValueError(f"quantization must be None or one of {', '.join(METHODS)}, got {quantization!r}")
+        if quantization and self.backend == "triton":
+            raise ValueError(f"quantization {quantization!r} has no Triton kernel; use backend 'torch' or 'reference'")
+        if self.has_cpu_kernels:
+            from llmlab.ops.cpu.linear import Int8Packer, LinearPacker
+
+            return Int8Packer() if quantization else LinearPacker()
+        return quantize_int8 if quantization else lambda weight: weight
 
     def __getattr__(self, name: str) -> Callable[..., Any]:  # only reached for a name that is no op
         raise AttributeError(f"no op is called {name!r}")

@@ -13,13 +13,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llmlab.ops.cpu import amx, simd
+from llmlab.ops.cpu import amx, int8, simd
+from llmlab.ops.cpu.int8 import Int8Packer, PackedInt8
+from llmlab.ops.cpu.cast import to_float32
 from llmlab.ops.cpu.memory import empty
 from llmlab.ops.cpu.panels import LinearPacker, PackedLinear
 from llmlab.ops.cpu.parallel import INPUTS_IN_CACHE, arg, kernel, piece, take
 from llmlab.ops.cpu.tiles import panel_tile
+from llmlab.ops.quantization import Int8Weight
 
-__all__ = ["LinearPacker", "PackedLinear", "linear"]
+__all__ = ["Int8Packer", "LinearPacker", "PackedInt8", "PackedLinear", "linear"]
 
 
 @kernel("qqqqqqqqqqq")
@@ -162,7 +165,7 @@ def _tile_size(num_panels: int) -> tuple[int, int]:
 def _multiply_panels(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor) -> None:
     method = _method(x.dtype)
     if method in ("bf16", "f16"):
-        x = x.float()
+        x = to_float32(x)
     in_features = x.shape[1]
     together, tokens = _tile_size(panels.shape[0])
     _multiply(method, together, tokens).parallel(
@@ -180,9 +183,13 @@ def _multiply_panels(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor
     )
 
 
-def linear(x: Tensor, weight: Tensor | PackedLinear, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | PackedLinear | Int8Weight | PackedInt8, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, Tensor):
         return torch.nn.functional.linear(x, weight, bias)
+    if isinstance(weight, Int8Weight):
+        return weight.linear(x, bias)
+    if isinstance(weight, PackedInt8):
+        return int8.linear(x, weight, bias)
     tokens, in_features = x.shape
     if x.dtype != weight.dtype or in_features != weight.shape[1]:
         raise ValueError(f"x{list(x.shape)} {x.dtype} does not fit the weight {list(weight.shape)} {weight.dtype}")

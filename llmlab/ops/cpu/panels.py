@@ -32,6 +32,12 @@ class PackedLinear:
     def dtype(self) -> torch.dtype:
         return self.panels.dtype
 
+    def rows(self, begin: int, end: int) -> PackedLinear | None:
+        """The part of the weight with some output features, over the same memory; None unless it is whole panels."""
+        if begin % LANES or end % LANES:
+            return None
+        return PackedLinear(torch.Size((end - begin, self.shape[1])), self.panels[begin // LANES : end // LANES])
+
     def unpack(self) -> Tensor:
         """The weight row by row again (a copy)."""
         if self.panels.ndim == 4:
@@ -61,9 +67,10 @@ class LinearPacker:
             source = weight.view(out_features // LANES, LANES, in_features // 2, 2).permute(0, 2, 1, 3)
         else:
             source = weight.view(out_features // LANES, LANES, in_features).permute(0, 2, 1)
-        return PackedLinear(weight.shape, self._reserve(source).copy_(source))
+        return PackedLinear(weight.shape, self.reserve(source).copy_(source))
 
-    def _reserve(self, like: Tensor) -> Tensor:
+    def reserve(self, like: Tensor) -> Tensor:
+        """Memory for a tensor of this shape and dtype, behind what was reserved before."""
         size = like.numel() * like.element_size()
         if size > self._area.numel():
             self._area = large_pages(max(size, self._area_bytes))

@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 from llmlab.ops.cpu.simd import (
     BFLOAT,
     F32,
+    I8,
     I32,
     LANES,
     VEC,
@@ -40,6 +41,7 @@ PREFETCH_BYTES = (
 
 _PAIRS = ir.VectorType(BFLOAT, 2 * LANES)
 _WORDS = ir.VectorType(I32, LANES)
+_INTEGERS = ir.VectorType(I8, LANES)
 
 
 def literal(value: types.Type) -> Any:
@@ -54,19 +56,38 @@ def load_as(b: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int) -> ir
 
 def _step_bytes(method: str) -> tuple[int, int, int]:
     """Of one step: input features, bytes of a panel, bytes of a row of x."""
-    return {"f32": (1, 64, 4), "f16": (1, 32, 4), "bf16": (2, 64, 8), "bf16dot": (2, 64, 4)}[method]
+    return {
+        "f32": (1, 64, 4),
+        "f16": (1, 32, 4),
+        "bf16": (2, 64, 8),
+        "bf16dot": (2, 64, 4),
+        "i8": (1, 16, 4),
+    }[method]
 
 
 def _load_panel(b: ir.IRBuilder, method: str, address: ir.Value) -> list[ir.Value]:
     """The vectors of one step of a panel: one, or two for a pair of bfloat16 that is widened."""
     if method == "bf16dot":
         return [load_as(b, address, _PAIRS, 4)]
+    if method == "i8":
+        return [emit_load_int8(b, address)]
     if method != "bf16":
         return [emit_load(b, method, address)]
     words = load_as(b, address, _WORDS, 4)
     even = b.shl(words, ir.Constant(_WORDS, [16] * LANES))
     odd = b.and_(words, ir.Constant(_WORDS, [0xFFFF0000] * LANES))
     return [b.bitcast(even, VEC), b.bitcast(odd, VEC)]
+
+
+def emit_load_int8(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """Sixteen 8-bit integers as float32."""
+    return b.sitofp(b.sext(load_as(b, address, _INTEGERS, 1), _WORDS), VEC)
+
+
+def emit_int8_pairs(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """Two rows of sixteen 8-bit integers as pairs of bfloat16, which hold them exactly: the lower half of a float32 is zero."""
+    even, odd = (b.bitcast(emit_load_int8(b, b.add(address, int64(i * LANES))), _WORDS) for i in range(2))
+    return b.or_(b.lshr(even, ir.Constant(_WORDS, [16] * LANES)), odd)
 
 
 def _broadcast(b: ir.IRBuilder, method: str, address: ir.Value) -> list[ir.Value]:
@@ -107,7 +128,7 @@ def panel_tile(
     """``out[t, 16·p + lane] = Σ x[t, i] · w[p, i, lane] + bias``, for a few panels and tokens.
 
     The first six are literals:
-        method: "f32", "f16", "bf16" (widened; x is float32), or "bf16dot" (the pair product; x is bfloat16).
+        method: "f32", "f16", "bf16", "i8" (widened; x is float32), or "bf16dot" (the pair product; x is bfloat16).
         panels, tokens: the size of the tile.
         unroll: steps whose sums are kept apart, so that additions do not wait for each other.
         ahead: whether to prefetch.
