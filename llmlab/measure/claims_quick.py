@@ -140,12 +140,10 @@ def rope_as_matrix() -> dict[str, float]:
 
 def rope_tables() -> dict[str, float]:
     """C11: float32 tables of the known models, and of Llama 3.1 with its 131,072 positions."""
-    sizes = [
-        c.max_position_embeddings * c.rope.rotary_dim * 4 / 1e6
-        for c in map(known_config, ("smollm2-135m-instruct", "llama-3-8b", "llama-3-70b"))
-    ]
-    sizes.append(131072 * known_config("llama-3-8b").rope.rotary_dim * 4 / 1e6)
-    return {"smallest_mb": min(sizes), "largest_mb": max(sizes)}
+    from llmlab.measure.experiments.rope import table_sizes
+
+    sizes = table_sizes()["mb"]
+    return {"smallest_mb": float(sizes.min()), "largest_mb": float(sizes.max())}
 
 
 def silu_bytes() -> dict[str, float]:
