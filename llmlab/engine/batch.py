@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,46 @@ from torch import Tensor
 if TYPE_CHECKING:
     from llmlab.engine.request import Request
     from llmlab.engine.scheduler import SchedulerOutput
+
+
+@dataclass(frozen=True)
+class WantedRows:
+    """The tokens of a step whose final hidden states somebody reads. In the last layer all others need only K and V.
+
+    Attributes:
+        rows: ``[num_wanted]`` int64, their rows among the step's tokens, ascending.
+        segments: ``[num_wanted+1]`` int32, the step's tokens cut so that each wanted one ends a piece: what
+            :func:`llmlab.ops.gather_last_tokens` takes.
+        query_start_loc: ``[num_reqs+1]`` int32; request r's wanted tokens, which are its last ones, are rows
+            ``query_start_loc[r] … query_start_loc[r+1]−1`` of what is left.
+    """
+
+    rows: Tensor
+    segments: Tensor
+    query_start_loc: Tensor
+
+    @staticmethod
+    def find(
+        query_start_loc: np.ndarray,
+        discard: Sequence[bool],
+        whole: Sequence[bool],
+        move: Callable[[np.ndarray], Tensor] = torch.from_numpy,
+    ) -> WantedRows | None:
+        """The last token of each request that is sampled, and all tokens of those that are wanted whole (for logprobs).
+
+        None where there is nothing to gain: every token is wanted, or the step is all decodes.
+        """
+        query_lens = np.diff(query_start_loc)
+        if len(query_lens) == query_start_loc[-1]:
+            return None
+        wanted = np.where(whole, query_lens, ~np.array(discard, dtype=bool))
+        if (wanted == query_lens).all():
+            return None
+        starts = np.zeros(len(query_start_loc), np.int64)
+        np.cumsum(wanted, out=starts[1:])
+        rows = np.repeat(query_start_loc[1:] - starts[1:], wanted) + np.arange(starts[-1])
+        segments = np.concatenate(([0], rows + 1))
+        return WantedRows(move(rows), move(segments.astype(np.int32)), move(starts.astype(np.int32)))
 
 
 @dataclass(frozen=True)
@@ -31,6 +71,7 @@ class Batch:
         discard: whether a request's sample is thrown away, because its tokens are not all computed yet.
         rope_lengths: ``[num_sched_tokens]`` int64, length that each token is rotated for (see :mod:`llmlab.model.rope`);
             None where the model's rope type does not depend on it.
+        wanted: the tokens whose hidden states are computed to the end; None for all of them.
     """
 
     req_ids: tuple[str, ...]
@@ -43,6 +84,12 @@ class Batch:
     logits_indices: Tensor
     discard: tuple[bool, ...]
     rope_lengths: Tensor | None = None
+    wanted: WantedRows | None = None
+
+    @property
+    def hidden_start_loc(self) -> Tensor:
+        """``[num_reqs+1]`` int32: where each request's rows begin in the hidden states that the forward pass returns."""
+        return self.query_start_loc if self.wanted is None else self.wanted.query_start_loc
 
     @property
     def num_sched_tokens(self) -> int:
@@ -80,8 +127,14 @@ class Batch:
         block_size: int,
         device: torch.device | str = "cpu",
         length_dependent_rope: bool = False,
+        whole: Collection[str] | None = None,
     ) -> Batch:
-        """A pure function of the scheduler's output and the requests' tokens."""
+        """A pure function of the scheduler's output and the requests' tokens.
+
+        Args:
+            whole: the requests all of whose hidden states are wanted, of the others the sampled ones only; None: no
+                hidden state is left out.
+        """
         req_ids = tuple(output.num_scheduled_tokens)
         num_reqs = len(req_ids)
         scheduled = np.fromiter(output.num_scheduled_tokens.values(), np.int64, num_reqs)
@@ -124,4 +177,7 @@ class Batch:
             logits_indices=move(query_start_loc[1:] - 1),
             discard=tuple(discard),
             rope_lengths=None if rope_lengths is None else move(rope_lengths),
+            wanted=None
+            if whole is None
+            else WantedRows.find(query_start_loc, discard, [r in whole for r in req_ids], move),
         )

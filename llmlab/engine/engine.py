@@ -242,7 +242,7 @@ class LLMEngine:
             begin_new = max(begin, len(parent.prompt_logprobs) - 1)  # a preempted request computes some again
             if begin_new >= end:
                 continue
-            first = int(batch.query_start_loc[row]) + begin_new - begin
+            first = int(batch.hidden_start_loc[row]) + begin_new - begin
             logits = self.runner.logits(hidden[first : first + end - begin_new])
             targets = request.prompt_token_ids[begin_new + 1 : end + 1]
             parent.prompt_logprobs.extend(self.sampler.prompt_logprobs(logits, targets, wanted))

@@ -51,13 +51,25 @@ class Runner:
             self._graphs = StepGraphs(forward, -(-max_model_len // self.block_size))
 
     def execute(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> tuple[Batch, Tensor]:
-        """Copy swapped blocks, run the forward pass: the batch, and its hidden states ``[num_sched_tokens, hidden_size]``."""
+        """Copy swapped blocks, run the forward pass: the batch, and the hidden states ``[num_wanted, hidden_size]``.
+
+        Wanted are the tokens that are sampled from, and all tokens of prompts whose logprobs are asked for;
+        ``batch.hidden_start_loc`` says which rows are whose.
+        """
         self.swap(output.swap_out, output.swap_in)
-        batch = Batch.build(output, requests, self.block_size, self.device, self._length_dependent_rope)
+        whole = None
+        if output.total_num_scheduled_tokens > len(output.num_scheduled_tokens):
+            whole = {
+                r
+                for r, computed in output.num_computed_tokens.items()
+                if requests[r].sampling_params.prompt_logprobs is not None
+                and computed < requests[r].num_prompt_tokens - 1
+            }
+        batch = Batch.build(output, requests, self.block_size, self.device, self._length_dependent_rope, whole)
         return batch, self.forward(batch)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Hidden states ``[num_sched_tokens, hidden_size]``: from a recorded graph where there is one, else op by op."""
+        """Hidden states ``[num_wanted, hidden_size]``: from a recorded graph where there is one, else op by op."""
         with torch.inference_mode():
             hidden = self._graphs.run(batch) if self.plays_graphs and not recording() else None
             return self._forward(batch, self._layer_caches) if hidden is None else hidden
@@ -74,11 +86,14 @@ class Runner:
 
     def last_tokens(self, batch: Batch, hidden: Tensor) -> Tensor:
         """The rows to sample from, ``[num kept requests, hidden_size]``: partial prefills have none."""
+        kept = [r + 1 for r, discard in enumerate(batch.discard) if not discard]
+        if batch.wanted is not None and len(hidden) == len(kept):
+            return hidden  # each of them has at least one row, so no other has been computed
+        starts = batch.hidden_start_loc
         with torch.inference_mode():
-            last = self.model.ops.gather_last_tokens(hidden, batch.query_start_loc)
-            if any(batch.discard):
-                last = last[[r for r, discard in enumerate(batch.discard) if not discard]]
-            return last
+            if len(kept) < batch.num_reqs:
+                starts = starts[[0, *kept]]  # what is not kept goes with the request behind it
+            return self.model.ops.gather_last_tokens(hidden, starts)
 
     def forward_logits(self, token_ids: list[int]) -> Tensor:
         """Logits ``[num_tokens, vocab_size]`` float32 of every position, in a cache of its own: no request is disturbed."""

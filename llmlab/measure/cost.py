@@ -1,8 +1,8 @@
 """What a step costs, on paper: FLOPs and the fewest bytes of every op that one forward pass runs, from shapes alone.
 
 Nothing is computed twice: each op's own ``cost`` is asked, with tensors that have shapes and no memory. Identical layers are
-asked once and counted ``calls`` times. The walk is that of :class:`llmlab.model.llama.LlamaForCausalLM`, stage by stage, and a
-test holds it to the ledger of a real step.
+asked once and counted ``calls`` times. The walk is that of :class:`llmlab.model.llama.LlamaForCausalLM`, stage by stage, the
+last layer's short way for tokens that are not sampled included, and a test holds it to the ledger of a real step.
 """
 
 from __future__ import annotations
@@ -89,8 +89,13 @@ def step_costs(
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | None = None,
     block_size: int = 16,
+    trim_last_layer: bool = False,
 ) -> list[OpCost]:
     """Every op of one step, in order: request ``r`` has ``query_lens[r]`` new tokens, the last of which sees ``seq_lens[r]``.
+
+    Args:
+        trim_last_layer: as the engine does it, each request's last token alone goes through the last layer beyond K and V;
+            without it the costs of all layers are alike, and affine in the step's shape.
 
     Raises ValueError if the two do not describe a step.
     """
@@ -98,7 +103,7 @@ def step_costs(
         raise ValueError(f"{len(query_lens)} query_lens for {len(seq_lens)} seq_lens; both must name the same requests")
     if any(not 1 <= q <= s for q, s in zip(query_lens, seq_lens, strict=True)):
         raise ValueError("each request needs 1 <= query_len <= seq_len (the new tokens are part of the sequence)")
-    walk = _Walk(config, list(query_lens), list(seq_lens), dtype, kv_dtype or dtype, block_size)
+    walk = _Walk(config, list(query_lens), list(seq_lens), dtype, kv_dtype or dtype, block_size, trim_last_layer)
     merged: list[OpCost] = []
     for part in walk.step():
         same = next((i for i, m in enumerate(merged) if replace(m, calls=part.calls) == part), None)
@@ -193,41 +198,80 @@ class _Walk:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     block_size: int
+    trim_last_layer: bool
 
     def step(self) -> Iterator[OpCost]:
         c, tokens = self.config, sum(self.query_lens)
         act = lambda *shape: self._meta(*shape)
         hidden, weight = act(tokens, c.hidden_size), act(c.hidden_size)
-        first = self._call("embedding", ops.embedding, self._ids(tokens), act(c.vocab_size, c.hidden_size))
-        yield first
-        for window in c.sliding_windows:
-            if first is not None:
+        reqs = len(self.query_lens)
+        trims = self.trim_last_layer and reqs < tokens
+        gather = self._call("", ops.gather_last_tokens, hidden, torch.empty(reqs + 1, dtype=torch.int32, device="meta"))
+        yield self._call("embedding", ops.embedding, self._ids(tokens), act(c.vocab_size, c.hidden_size))
+        for i, window in enumerate(c.sliding_windows):
+            if i == 0:
                 yield self._call("input_layernorm", ops.rms_norm, hidden, weight, c.rms_norm_eps)
-                first = None
             else:
                 yield self._call("input_layernorm", ops.fused_add_rms_norm, hidden, hidden, weight, c.rms_norm_eps)
-            yield from self._attention(tokens, window)
+            if i == c.num_layers - 1 and trims:
+                yield from self._keys_and_values(tokens)
+                yield from (gather, gather)  # of hidden states and residual: the others end here
+                tokens, hidden = reqs, act(reqs, c.hidden_size)
+                yield from self._queries(tokens, window, [1] * reqs)
+            else:
+                yield from self._attention(tokens, window)
             yield self._call("post_attention_layernorm", ops.fused_add_rms_norm, hidden, hidden, weight, c.rms_norm_eps)
             yield self._linear("gate_up_proj", tokens, c.hidden_size, 2 * c.intermediate_size, c.mlp_bias)
             yield self._call("act_fn", ops.silu_and_mul, act(tokens, 2 * c.intermediate_size))
             yield self._linear("down_proj", tokens, c.intermediate_size, c.hidden_size, c.mlp_bias)
         yield self._call("norm", ops.fused_add_rms_norm, hidden, hidden, weight, c.rms_norm_eps)
-        reqs = len(self.query_lens)
-        yield self._call("", ops.gather_last_tokens, hidden, torch.empty(reqs + 1, dtype=torch.int32, device="meta"))
+        if not trims:
+            yield gather
         yield self._linear("lm_head", reqs, c.hidden_size, c.vocab_size, False)
 
     def _attention(self, tokens: int, window: int | None) -> Iterator[OpCost]:
         c = self.config
-        q, kv = self._meta(tokens, c.num_heads, c.head_dim), self._meta(tokens, c.num_kv_heads, c.head_dim)
         yield self._linear("qkv_proj", tokens, c.hidden_size, c.qkv_size, c.qkv_bias)
+        yield from self._rotate(tokens, c.num_heads, c.num_kv_heads)
+        yield self._write(tokens)
+        yield from self._attend(tokens, window, self.query_lens)
+
+    def _keys_and_values(self, tokens: int) -> Iterator[OpCost]:
+        """What every token takes of the last layer."""
+        c = self.config
+        yield self._linear("qkv_proj", tokens, c.hidden_size, 2 * c.num_kv_heads * c.head_dim, c.qkv_bias)
+        yield from self._rotate(tokens, 0, c.num_kv_heads)
+        yield self._write(tokens)
+
+    def _queries(self, tokens: int, window: int | None, query_lens: list[int]) -> Iterator[OpCost]:
+        """What only the sampled ones take."""
+        c = self.config
+        yield self._linear("qkv_proj", tokens, c.hidden_size, c.num_heads * c.head_dim, c.qkv_bias)
+        yield from self._rotate(tokens, c.num_heads, 0)
+        yield from self._attend(tokens, window, query_lens)
+
+    def _rotate(self, tokens: int, num_heads: int, num_kv_heads: int) -> Iterator[OpCost]:
+        c = self.config
+        q, k = self._meta(tokens, num_heads, c.head_dim), self._meta(tokens, num_kv_heads, c.head_dim)
         if c.qk_norm:
-            for heads in (q, kv):
+            for heads in (x for x in (q, k) if x.numel()):
                 yield self._call("qk_norm", ops.rms_norm, heads.flatten(0, 1), self._meta(c.head_dim), c.rms_norm_eps)
         table = torch.empty(1, c.rope.rotary_dim, dtype=torch.float32, device="meta")
-        yield self._call("rotary_emb", ops.rotary_embedding, self._ids(tokens), q, kv, table)
-        cache = torch.empty(1, self.block_size, c.num_kv_heads, c.head_dim, dtype=self.kv_dtype, device="meta")
-        yield self._call("kv_cache", ops.reshape_and_cache, kv, kv, cache, cache, self._ids(tokens))
-        starts = torch.tensor([0, *self.query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        yield self._call("rotary_emb", ops.rotary_embedding, self._ids(tokens), q, k, table)
+
+    def _write(self, tokens: int) -> OpCost:
+        c = self.config
+        kv = self._meta(tokens, c.num_kv_heads, c.head_dim)
+        return self._call("kv_cache", ops.reshape_and_cache, kv, kv, self._cache(), self._cache(), self._ids(tokens))
+
+    def _cache(self) -> torch.Tensor:
+        c = self.config
+        return torch.empty(1, self.block_size, c.num_kv_heads, c.head_dim, dtype=self.kv_dtype, device="meta")
+
+    def _attend(self, tokens: int, window: int | None, query_lens: list[int]) -> Iterator[OpCost]:
+        c = self.config
+        q, cache = self._meta(tokens, c.num_heads, c.head_dim), self._cache()
+        starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         lens = torch.tensor(self.seq_lens, dtype=torch.int32)
         blocks = torch.empty(len(lens), 1, dtype=torch.int32, device="meta")
         yield self._call(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from llmlab.config import CacheConfig
-from llmlab.engine.batch import Batch
+from llmlab.engine.batch import Batch, WantedRows
 from llmlab.engine.runner import Runner
 from llmlab.measure.cost import (
     GROUPS,
@@ -83,6 +83,7 @@ class StepDriver:
         slots = table[rows, positions // self.block_size].long() * self.block_size + positions % self.block_size
         vocab_size, device = self.model.config.vocab_size, self.model.ops.device
         depends = self.model.config.rope.length_threshold is not None
+        nobody = (False,) * len(seq_lens)
         return Batch(
             req_ids=tuple(str(r) for r in range(len(seq_lens))),
             input_ids=torch.randint(vocab_size, (int(starts[-1]),), generator=self.generator).to(device),
@@ -92,8 +93,9 @@ class StepDriver:
             slot_mapping=slots.to(device),
             block_table=table.to(device),
             logits_indices=(starts[1:] - 1).to(device),
-            discard=(False,) * len(seq_lens),
+            discard=nobody,
             rope_lengths=torch.tensor(seq_lens)[rows].to(device) if depends else None,
+            wanted=WantedRows.find(starts.numpy(), nobody, nobody, lambda array: torch.from_numpy(array).to(device)),
         )
 
     def run(self, batch: Batch) -> Tensor:
@@ -294,7 +296,7 @@ def _one_shape(
 ) -> dict[str, Any]:
     config, dtype = driver.model.config, driver.dtype
     paper = prefill_costs if query_len == context else decode_costs
-    costs = paper(config, num_reqs, context, dtype=dtype, block_size=driver.block_size)
+    costs = paper(config, num_reqs, context, dtype=dtype, block_size=driver.block_size, trim_last_layer=True)
     batch = driver.batch([query_len] * num_reqs, [context] * num_reqs)
     ledgers: list[Ledger] = []
 

@@ -2,6 +2,9 @@
 
 The code is the pipeline: embedding, then for each layer norm → QKV → RoPE → cache write → attention → O → norm → gate/up →
 SiLU·mul → down, then the final norm; and from the rows that are sampled, logits.
+
+What the last layer makes of a token is read by nobody but the LM head, so there only the tokens that are sampled from go all
+the way; of the others only K and V are needed, for later steps to attend to.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ class LlamaForCausalLM:
             weights.leave_file()
 
     def forward(self, batch: Batch, kv_caches: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Hidden states ``[num_sched_tokens, hidden_size]`` after the final norm.
+        """Hidden states ``[num_wanted, hidden_size]`` after the final norm, of the tokens in ``batch.wanted``; of all if None.
 
         Args:
             kv_caches: ``(key_cache, value_cache)`` of each layer; this step's K and V are written into them.
@@ -58,7 +61,16 @@ class LlamaForCausalLM:
                 residual, hidden = hidden, ops.rms_norm(hidden, layer.input_layernorm, eps)
             else:
                 hidden, residual = ops.fused_add_rms_norm(hidden, residual, layer.input_layernorm, eps)
-            hidden = self._attention(i, layer, hidden, rope, batch, kv_caches[i])
+            if batch.wanted is None or layer is not weights.layers[-1]:
+                hidden = self._attention(i, layer, hidden, rope, batch, kv_caches[i])
+            else:
+                self._write_keys_and_values(i, layer, hidden, rope, batch, kv_caches[i])
+                if len(batch.wanted.rows) == 0:
+                    return hidden[:0]
+                annotate(i)
+                hidden = ops.gather_last_tokens(hidden, batch.wanted.segments)
+                residual = ops.gather_last_tokens(residual, batch.wanted.segments)
+                hidden = self._attention_of_wanted(i, layer, hidden, rope, batch, kv_caches[i])
             annotate(i, "post_attention_layernorm")
             hidden, residual = ops.fused_add_rms_norm(hidden, residual, layer.post_attention_layernorm, eps)
             gate_up = self._linear(i, layer.gate_up_proj, hidden)
@@ -84,29 +96,83 @@ class LlamaForCausalLM:
         batch: Batch,
         cache: tuple[Tensor, Tensor],
     ) -> Tensor:
-        ops, c = self.ops, self.config
+        c = self.config
         qkv = self._linear(i, layer.qkv_proj, hidden).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         q, k, v = qkv.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            annotate(i, "qk_norm")
-            q = ops.rms_norm(q.reshape(-1, c.head_dim), layer.q_norm, c.rms_norm_eps).view(q.shape)
-            k = ops.rms_norm(k.reshape(-1, c.head_dim), layer.k_norm, c.rms_norm_eps).view(k.shape)
+        q, k = self._norm_heads(i, layer.q_norm, q), self._norm_heads(i, layer.k_norm, k)
         annotate(i, "rotary_emb")
         rows, table = rope
-        q, k = ops.rotary_embedding(rows, q, k, table)
+        q, k = self.ops.rotary_embedding(rows, q, k, table)
         annotate(i, "kv_cache")
-        ops.reshape_and_cache(k, v, *cache, batch.slot_mapping)
+        self.ops.reshape_and_cache(k, v, *cache, batch.slot_mapping)
+        return self._attend(i, layer, q, batch.query_start_loc, batch, cache)
+
+    def _write_keys_and_values(
+        self,
+        i: int,
+        layer: LayerWeights,
+        hidden: Tensor,
+        rope: tuple[Tensor, Tensor],
+        batch: Batch,
+        cache: tuple[Tensor, Tensor],
+    ) -> None:
+        """The part of the last layer that every token takes."""
+        c = self.config
+        kv = self._heads(i, layer.qkv_proj, hidden, c.num_heads, c.num_heads + 2 * c.num_kv_heads)
+        k, v = kv.split(c.num_kv_heads, dim=1)
+        k = self._norm_heads(i, layer.k_norm, k)
+        annotate(i, "rotary_emb")
+        rows, table = rope
+        _, k = self.ops.rotary_embedding(rows, k[:, :0], k, table)
+        annotate(i, "kv_cache")
+        self.ops.reshape_and_cache(k, v, *cache, batch.slot_mapping)
+
+    def _attention_of_wanted(
+        self,
+        i: int,
+        layer: LayerWeights,
+        hidden: Tensor,
+        rope: tuple[Tensor, Tensor],
+        batch: Batch,
+        cache: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """The part that only the wanted tokens take, ``[num_wanted, hidden_size]``; all keys and values are in the cache."""
+        q = self._norm_heads(i, layer.q_norm, self._heads(i, layer.qkv_proj, hidden, 0, self.config.num_heads))
+        annotate(i, "rotary_emb")
+        rows, table = rope
+        q, _ = self.ops.rotary_embedding(rows[batch.wanted.rows], q, q[:, :0], table)
+        return self._attend(i, layer, q, batch.wanted.query_start_loc, batch, cache)
+
+    def _attend(
+        self, i: int, layer: LayerWeights, q: Tensor, starts: Tensor, batch: Batch, cache: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """From rotated queries, request r's in rows ``starts[r] … starts[r+1]−1``, to the output of the O projection."""
         annotate(i, "attention")
-        out = ops.paged_attention(
+        out = self.ops.paged_attention(
             q,
             *cache,
             batch.block_table,
-            batch.query_start_loc,
+            starts,
             batch.seq_lens,
             self.scale,
-            sliding_window=c.sliding_windows[i],
+            sliding_window=self.config.sliding_windows[i],
         )
         return self._linear(i, layer.o_proj, out.flatten(1))
+
+    def _heads(self, i: int, qkv_proj: Linear, hidden: Tensor, begin: int, end: int) -> Tensor:
+        """Heads ``begin … end−1`` of the joined projection ``[rows, end − begin, head_dim]``, computed alone if it can be cut."""
+        head_dim = self.config.head_dim
+        part = qkv_proj.rows(begin * head_dim, end * head_dim)
+        if part is None:
+            return self._linear(i, qkv_proj, hidden).unflatten(1, (-1, head_dim))[:, begin:end]
+        return self._linear(i, part, hidden).unflatten(1, (-1, head_dim))
+
+    def _norm_heads(self, i: int, weight: Tensor | None, x: Tensor) -> Tensor:
+        """Heads normed one by one, where the architecture does that."""
+        if weight is None:
+            return x
+        annotate(i, "qk_norm")
+        return self.ops.rms_norm(x.reshape(-1, x.shape[-1]), weight, self.config.rms_norm_eps).view(x.shape)
 
     def _linear(self, i: int | None, linear: Linear, x: Tensor) -> Tensor:
         annotate(i, linear.name)

@@ -27,6 +27,11 @@ class Linear:
     weight: Any
     bias: Tensor | None = None
 
+    def rows(self, begin: int, end: int) -> Linear | None:
+        """The projection to some of the output features, over the same memory; None where its packed form can't be cut there."""
+        cut = self.weight[begin:end] if isinstance(self.weight, Tensor) else self.weight.rows(begin, end)
+        return None if cut is None else Linear(self.name, cut, None if self.bias is None else self.bias[begin:end])
+
 
 @dataclass
 class LayerWeights:

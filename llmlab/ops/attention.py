@@ -25,6 +25,8 @@ def visible_pairs(query_len: int, seq_len: int, sliding_window: int | None = Non
 
 def visible_keys(query_len: int, seq_len: int, sliding_window: int | None = None) -> int:
     """Number of distinct keys of one request that any of its queries in this step sees."""
+    if query_len == 0:
+        return 0
     return seq_len if sliding_window is None else min(seq_len, query_len + sliding_window - 1)
 
 

@@ -33,6 +33,10 @@ class Int8Weight:
     def dtype(self) -> torch.dtype:
         return self.values.dtype
 
+    def rows(self, begin: int, end: int) -> Int8Weight:
+        """The part of the weight with some output features, over the same memory."""
+        return Int8Weight(self.values[begin:end], self.scales[begin:end])
+
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x · weightᵀ + bias``, in float32, rounded to x's dtype once."""
         out = torch.nn.functional.linear(x.float(), self.values.float()) * self.scales

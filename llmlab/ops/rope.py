@@ -32,7 +32,8 @@ def rotary_embedding(
 ]:
     """Rotate q and k by their positions. A row of the float32 table is ``[cos(rotary_dim/2) | sin(rotary_dim/2)]``.
 
-    Computed in float32 and rounded once; dimensions from ``rotary_dim`` on pass through.
+    Computed in float32 and rounded once; dimensions from ``rotary_dim`` on pass through. Either may have no heads at all:
+    so the other is rotated alone.
     """
     cos, sin = cos_sin_cache[positions.long()].float().unsqueeze(1).chunk(2, dim=-1)
     half = cos.shape[-1]

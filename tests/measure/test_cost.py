@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,6 +131,13 @@ def test_paper_equals_the_ledger_of_a_real_step(variant: str, lens: tuple[list[i
     batch = driver.batch(*lens)
     with record_ops() as ledger:
         driver.run(batch)
+    real = Counter((r.stage, r.op, r.cost) for r in ledger.records)
+    paper = Counter()
+    for c in step_costs(config, *lens, dtype=torch.float32, block_size=4, trim_last_layer=True):
+        paper[c.stage, c.op, c.cost] += c.calls
+    assert paper == real
+    with record_ops() as ledger:
+        driver.run(replace(batch, wanted=None))
     real = Counter((r.stage, r.op, r.cost) for r in ledger.records)
     paper = Counter()
     for c in step_costs(config, *lens, dtype=torch.float32, block_size=4):

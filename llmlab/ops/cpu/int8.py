@@ -48,6 +48,13 @@ class PackedInt8:
     def dtype(self) -> torch.dtype:
         return self.panels.dtype
 
+    def rows(self, begin: int, end: int) -> PackedInt8 | None:
+        """The part of the weight with some output features, over the same memory; None unless it is whole panels."""
+        if begin % LANES or end % LANES:
+            return None
+        shape = torch.Size((end - begin, self.shape[1]))
+        return PackedInt8(shape, self.panels[begin // LANES : end // LANES], self.scales[begin:end])
+
     def unpack(self) -> Int8Weight:
         """Row by row again (a copy)."""
         return Int8Weight(self.panels.permute(0, 2, 1).reshape(self.shape), self.scales)

@@ -71,7 +71,7 @@ def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Ten
     positions, cos_sin_cache = positions.contiguous(), cos_sin_cache.contiguous()
     out_q, out_k = empty(q.shape, q.dtype), empty(k.shape, k.dtype)
     one, size = _rotate(kind), q.element_size()
-    run = one.serial if tokens * heads * head_dim < _SERIAL_BELOW else one.parallel
+    run = one.serial if tokens * (heads + kv_heads) * head_dim < _SERIAL_BELOW else one.parallel
     bad = run(
         positions.data_ptr(),
         cos_sin_cache.data_ptr(),
