@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -28,16 +28,29 @@ MEMORY_SHARE = 0.4
 LARGEST_BUFFER = 2 * 2**30
 
 
-def measure_ceilings(machine: Machine, device: torch.device) -> Ceilings:
-    """Measure everything once: about ten seconds on two cores, about two on a GPU."""
+def measure_ceilings(
+    machine: Machine,
+    device: torch.device,
+    *,
+    gemm_sizes: Sequence[int] | None = None,
+    largest_buffer: int = LARGEST_BUFFER,
+) -> Ceilings:
+    """Measure everything once: about ten seconds on two cores, about two on a GPU.
+
+    Args:
+        gemm_sizes, largest_buffer (bytes): smaller ones measure no ceiling, but everything else that this function does.
+    """
     from llmlab.measure.hardware import Ceilings
 
     meter = LoadMeter()
-    gemm = {str(dtype).removeprefix("torch."): _gemm(dtype, device) for dtype in GEMM_DTYPES}
+    gemm = {
+        str(dtype).removeprefix("torch."): _gemm(dtype, device, gemm_sizes or GEMM_SIZES[device.type])
+        for dtype in GEMM_DTYPES
+    }
     last_cache = max((cache.size for cache in machine.caches), default=0)
     if device.type == "cuda":
         last_cache = torch.cuda.get_device_properties(device).L2_cache_size
-    nbytes = _buffer_bytes(last_cache, device)
+    nbytes = _buffer_bytes(last_cache, device, largest_buffer)
     read, copy = _main_memory(nbytes, device, machine.threads)
     levels = _cache_levels(machine, nbytes, read) if device.type == "cpu" else ()
     return Ceilings(
@@ -53,10 +66,10 @@ def measure_ceilings(machine: Machine, device: torch.device) -> Ceilings:
     )
 
 
-def _gemm(dtype: torch.dtype, device: torch.device) -> float:
+def _gemm(dtype: torch.dtype, device: torch.device, sizes: Sequence[int]) -> float:
     """FLOP/s of a square matrix product ``a · bᵀ``, the layout of a linear layer: the best over sizes and repeats."""
     best = 0.0
-    for n in GEMM_SIZES[device.type]:
+    for n in sizes:
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
         product = functools.partial(torch.nn.functional.linear, a, b)
         seconds = measure(product, device=device, warmup=1, repeats=15, max_seconds=1.0).best
@@ -66,10 +79,10 @@ def _gemm(dtype: torch.dtype, device: torch.device) -> float:
     return best
 
 
-def _buffer_bytes(last_cache: int, device: torch.device) -> int:
+def _buffer_bytes(last_cache: int, device: torch.device, largest: int) -> int:
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     wanted = max(4 * last_cache, 256 * 2**20)
-    return int(min(wanted, LARGEST_BUFFER, free * MEMORY_SHARE / 2)) // 4096 * 4096
+    return int(min(wanted, largest, free * MEMORY_SHARE / 2)) // 4096 * 4096
 
 
 def _main_memory(nbytes: int, device: torch.device, threads: int) -> tuple[float, float]:

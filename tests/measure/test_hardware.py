@@ -176,11 +176,9 @@ def test_table_keeps_measured_and_printed_figures_apart(measured: list[str]) -> 
     assert len(hardware.ceilings_table("cpu", datasheets=False)) == len(table) - len(DATASHEETS)
 
 
-def test_micro_benchmarks_measure_every_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmarks, "GEMM_SIZES", {"cpu": (32, 64)})
-    monkeypatch.setattr(benchmarks, "LARGEST_BUFFER", 1 << 20)
+def test_micro_benchmarks_measure_every_ceiling() -> None:
     machine = describe_machine()
-    found = benchmarks.measure_ceilings(machine, torch.device("cpu"))
+    found = benchmarks.measure_ceilings(machine, torch.device("cpu"), gemm_sizes=(32, 64), largest_buffer=1 << 20)
     assert set(found.gemm) == {"float32", "bfloat16", "float16"}
     assert min(found.gemm.values()) > 0
     assert found.read_bandwidth > 0 and found.copy_bandwidth > 0 and found.call_overhead > 0

@@ -1,0 +1,133 @@
+"""The campaign's claims: the numbers that their rules read, from the experiments that the notebooks run too.
+
+Each entry of :data:`EXPERIMENTS` gives numbers for one claim on one device. One that cannot run says why, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pandas as pd
+import torch
+
+from llmlab import ops
+from llmlab.measure import roofline
+from llmlab.measure.campaign_correctness import paged_batch
+from llmlab.measure.campaign_engine import model_config
+from llmlab.measure.experiments import roofline as steps
+from llmlab.measure.hardware import Ceilings
+from llmlab.measure.timer import compare, measure_in_turns
+
+Numbers = dict[str, float]
+
+
+def norms(device: torch.device) -> Numbers:
+    """C08: the engine's RMSNorm against LayerNorm written likewise, at its least sure value over the shapes."""
+    from llmlab.measure.experiments.norm import norm_errors, rms_against_layer
+
+    table = rms_against_layer(device=device, max_seconds=0.3)
+    errors = norm_errors()
+    own = table[table["implementation"] == table["implementation"].iloc[-1]]
+    return {"speedup": float(own["sure_low"].min()), "error_ratio": float(errors["ratio"].max())}
+
+
+def fused_norm(device: torch.device) -> Numbers:
+    """C17: at the largest shape, where traffic and not the launch is what takes time."""
+    from llmlab.measure.experiments.norm import fused_against_apart
+
+    largest = fused_against_apart(device=device, max_seconds=0.3).sort_values("working_set").iloc[-1]
+    return {"bytes_ratio": float(largest["bytes_ratio"]), "time_ratio": float(largest["ratio"])}
+
+
+def rope_table(device: torch.device) -> Numbers:
+    """C10: the engine's own way, at its least sure value over orders and sizes."""
+    from llmlab.measure.experiments.rope import table_against_computing
+
+    table = table_against_computing(device=device, max_seconds=0.3)
+    own = table[table["implementation"] == table["implementation"].iloc[-1]]
+    return {"speedup": float(own["sure_low"].min())}
+
+
+def block_size(device: torch.device) -> Numbers:
+    """C06: shuffled blocks of 1 and of 16 tokens against contiguous keys."""
+    from llmlab.measure.experiments.paging import sweep_block_size
+
+    table = sweep_block_size((1, 16), device=device, max_seconds=2.0).set_index(["layout", "block_size"])
+    return {f"slowdown_block_{n}": float(table.loc[("shuffled", n), "slowdown"]) for n in (1, 16)}
+
+
+def split_decoding(device: torch.device) -> Numbers:
+    """C31: one request of 8191 tokens with Llama-3-8B's heads, its keys in one piece and split as the kernel likes."""
+    from llmlab.kernels.flash_decoding import flash_decoding
+
+    args, _, _ = paged_batch(device, torch.bfloat16, [(1, 8191)], (32, 8, 128), 16)
+    run = lambda splits: flash_decoding(*args, 128**-0.5, num_splits=splits)
+    taken = measure_in_turns({"whole": lambda: run(1), "split": lambda: run(None)}, device=device, max_seconds=1.0)
+    error = float((run(1).double() - run(None).double()).abs().max())
+    return {"speedup": compare("split", taken["split"], "whole", taken["whole"]).ratio, "max_error": error}
+
+
+def wide_projections(device: torch.device) -> Numbers:
+    """C18: one wide product against two (gate, up) and three (Q, K, V), Llama-3-8B, a decode of 16, at the least sure value."""
+    config = model_config("llama-3-8b")
+    bound = ops.bind("triton" if device.type == "cuda" else "torch", device)
+    pack = bound.linear_packer()
+    x = torch.randn(16, config.hidden_size, device=device, dtype=torch.bfloat16)
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    gains = {}
+    for name, parts in (("gate_up_gain", [config.intermediate_size] * 2), ("qkv_gain", [q, kv, kv])):
+        rand = lambda rows: pack(torch.randn(rows, config.hidden_size, device=device, dtype=torch.bfloat16))
+        wide, narrow = rand(sum(parts)), [rand(rows) for rows in parts]
+        runs = {
+            "one": lambda w=wide: bound.linear(x, w),
+            "several": lambda ws=narrow: [bound.linear(x, w) for w in ws],
+        }
+        taken = measure_in_turns(runs, device=device, max_seconds=0.5)
+        gains[name] = compare("one", taken["one"], "several", taken["several"]).sure_low
+    return gains
+
+
+EXPERIMENTS: tuple[tuple[str, Callable[[torch.device], Numbers], bool], ...] = (
+    ("C31", split_decoding, True),
+    ("C06", block_size, False),
+    ("C17", fused_norm, False),
+    ("C08", norms, False),
+    ("C10", rope_table, False),
+    ("C18", wide_projections, True),
+)
+"""Claim, its experiment, whether that runs on a GPU only."""
+
+
+def from_steps(table: pd.DataFrame, model: str) -> Iterator[tuple[str, Callable[[], Numbers]]]:
+    """Claims that rows of the table ``engine`` decide, each with a function of the numbers."""
+    decodes = table[(table["model"] == model) & (table["query_len"] == 1)] if len(table) else table
+    if decodes.empty:
+        return
+    context = decodes.groupby("context")["num_reqs"].nunique().idxmax()
+    batches = decodes[decodes["context"] == context]
+    yield "C01", lambda: steps.batching(batches)
+    yield "C15", lambda: steps.batch_lifts(batches)
+    yield "C16", lambda: steps.decode_attention(_complete(decodes), model_config(model), torch.bfloat16)
+    alone = decodes[decodes["num_reqs"] == 1].iloc[0]
+    graph = alone.get("graph_seconds")
+    has_graph = graph is not None and graph == graph
+    yield "C38", lambda: steps.recorded_step(alone, graph if has_graph else alone["eager_seconds"], has_graph)
+
+
+def _complete(decodes: pd.DataFrame) -> pd.DataFrame:
+    """The batch with most contexts, and the contexts that it has."""
+    batch = decodes.groupby("num_reqs")["context"].nunique().idxmax()
+    contexts = decodes.loc[decodes["num_reqs"] == batch, "context"]
+    return decodes[decodes["context"].isin(contexts) & (decodes["num_reqs"] == batch)]
+
+
+def bound_by(driver: roofline.StepDriver, ceilings: Ceilings, length: int) -> Numbers:
+    """C14: ops of one prefill and one decode step, clocked in their places."""
+    points = []
+    for phase, new in (("prefill", length), ("decode", 1)):
+        batch = driver.batch([new], [length])
+        driver.run_eagerly(batch)
+        recording = roofline.record_steps(lambda b=batch: driver.run_eagerly(b), 7)
+        roof = roofline.roof_for(ceilings, driver.dtype, roofline.working_set(driver.model, length, driver.dtype))
+        points.append(roofline.points(recording, roof).reset_index().assign(phase=phase))
+    return steps.bound_shares(pd.concat(points))

@@ -1,0 +1,184 @@
+"""The campaign, end to end on a CPU, in a process that has no package but those of the GPU machine; and what holds it together."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from llmlab.measure import campaign as module
+from llmlab.measure import campaign_correctness as correctness
+from llmlab.measure import measurements, oracles
+from llmlab.measure.campaign import Campaign, main
+from llmlab.measure.experiments import roofline
+
+ABSENT = (
+    "psutil tqdm filelock numba llvmlite gguf xgrammar jupyterlab nbval nbformat nbclient nbconvert papermill IPython ipywidgets "
+    "ipykernel hypothesis beartype scipy tiktoken regex safetensors tokenizers huggingface_hub transformers pygments pytest"
+).split()
+"""What a GPU machine may lack: in ``sys.modules`` as None, a module is not found."""
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The entry of a quick campaign."""
+    out = tmp_path_factory.mktemp("campaign")
+    arguments = ["--device", "cpu", "--quick", "--minutes", "2", "--out", str(out)]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({ABSENT!r})); "
+        f"from llmlab.measure.campaign import main; sys.exit(main({arguments!r}))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    (file,) = out.iterdir()  # no half-written file beside it
+    return measurements.read(file)
+
+
+def test_every_section_comes_to_its_end(quick: dict[str, Any]) -> None:
+    assert {s["status"] for s in quick["sections"]} <= {"done", "skipped"}
+    assert [s["name"] for s in quick["sections"] if s["status"] == "done"][:3] == [
+        "ceilings",
+        "correctness",
+        "engine: two layers of smollm2-135m-instruct",
+    ]
+    assert all(s["reason"] for s in quick["sections"] if s["status"] == "skipped")
+
+
+def test_every_kernel_is_proved_in_both_dtypes(quick: dict[str, Any]) -> None:
+    from llmlab import ops
+
+    table = pd.DataFrame(quick["correctness"])
+    assert table["ok"].all()
+    assert set(table["how"]) == {"interpreter"}
+    with_kernel = {name for name, one in ops.ALL.items() if one.has_kernel}
+    assert with_kernel <= set(table["op"])
+    in_half = table[table["dtype"].isin(["bfloat16", "float16"])].groupby("op")["dtype"].nunique()
+    assert set(in_half.index) >= {name for name in with_kernel if ops.ALL[name].family != "sampling"}
+    assert (in_half == 2).all()
+
+
+def test_no_interpreter_run_is_clocked(quick: dict[str, Any]) -> None:
+    assert {row["implementation"] for row in quick["kernels"]} == {"cpu", "torch"}
+    assert {row["graph"] for row in quick["engine"]} <= {"none", "engine"}
+
+
+def test_findings_hold_the_numbers_of_their_rules(quick: dict[str, Any]) -> None:
+    assert {"C14", "C15", "C38"} <= {f["claim"] for f in quick["findings"]}  # validated when the entry was read
+
+
+def test_a_wrong_kernel_is_found() -> None:
+    x = torch.randn(3, 8)
+    row = lambda got: correctness.check(
+        correctness.Case("op", torch.float32, "a case", lambda: [(got, oracles.silu_and_mul(x))]), "gpu"
+    )
+    right = oracles.silu_and_mul(x).float()
+    assert row(right)["ok"]
+    wrong = right.clone()
+    wrong[1, 2] += 1e-3
+    assert not row(wrong)["ok"] and row(wrong)["error"] > 1
+    unwritten = right.clone()
+    unwritten[0, 0] = float("nan")
+    assert not row(unwritten)["ok"] and row(unwritten)["error"] is None
+    assert "must have" in row(right[:2])["reason"]
+
+
+def test_memory_that_is_not_written_holds_nan() -> None:
+    with correctness.poisoned():
+        assert torch.empty(5).isnan().all()
+        assert torch.empty_like(torch.ones(3, dtype=torch.bfloat16)).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Campaign:
+    return Campaign(torch.device("cpu"), 1.0, True, tmp_path / "c.json", say=lambda line: None)
+
+
+def test_a_failure_is_recorded_and_the_rest_goes_on(empty: Campaign) -> None:
+    def fail() -> None:
+        raise RuntimeError("the reason")
+
+    empty.section("bad", 0.5, fail)
+    empty.section("good", 0.5, lambda: None)
+    empty.section("not here", 0.5, lambda: "needs more")
+    kept = json.loads(empty.file.read_text())["sections"]
+    assert [s["status"] for s in kept] == ["failed", "done", "skipped"]
+    assert "RuntimeError: the reason" in kept[0]["reason"]
+    assert kept[2]["reason"] == "needs more"
+
+
+def test_a_section_ends_with_its_time_and_keeps_its_rows(empty: Campaign, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    campaign = Campaign(empty.device, 1.0, True, empty.file, say=lambda line: None)
+    row = dict.fromkeys(measurements.COLUMNS["correctness"], 0)
+
+    def slow() -> None:
+        for _ in range(100):
+            now[0] += 10
+            campaign.add("correctness", row)
+
+    campaign.section("slow", 0.5, slow)
+    assert len(campaign.entry["correctness"]) == 4  # 30 of the 60 seconds, and the row that crossed the line
+    campaign.section("slow again", 1.0, slow)
+    campaign.section("late", 1.0, slow)
+    assert [s["status"] for s in campaign.entry["sections"]] == ["cut off", "cut off", "skipped"]
+    assert campaign.entry["sections"][2]["reason"] == "no time left"
+
+
+def test_a_row_without_its_columns_is_refused(empty: Campaign) -> None:
+    with pytest.raises(ValueError, match="kernels lacks"):
+        empty.add("kernels", {"op": "x"})
+
+
+def test_an_experiment_that_raises_is_skipped_with_its_reason(empty: Campaign) -> None:
+    def missing() -> dict[str, float]:
+        raise ImportError("no such package")
+
+    empty.finding("C31", missing)
+    empty.finding("C04", lambda: {"slot": 137})
+    assert [f["claim"] for f in empty.entry["findings"]] == ["C04"]
+    assert "no such package" in empty.entry["sections"][0]["reason"]
+
+
+@pytest.mark.parametrize("arguments", [["--minutes", "0"], ["--quick", "--store"]])
+def test_arguments_that_make_no_sense(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert "--" in capsys.readouterr().err
+
+
+def test_claim_numbers_from_a_sweep() -> None:
+    rows = [
+        {"num_reqs": b, "context": c, "linear_flops": 2.0 * b, "linear_bytes": 1.0, "linear_seconds": 1.0, "tokens_per_s": b,
+         "attention_flops": 6.0 * b * c, "attention_bytes": 2.0 * b * c, "attention_seconds": 1e-3 * b * c, "other_seconds": 0.0}
+        for b in (1, 4) for c in (100, 200)
+    ]  # fmt: skip
+    sweep = pd.DataFrame(rows)
+    at_100 = sweep[sweep["context"] == 100]
+    assert roofline.batch_lifts(at_100) == pytest.approx(
+        {
+            "batch_gain": 4,
+            "linear_intensity_gain": 4,
+            "linear_rate_gain": 4,
+            "attention_intensity_gain": 1,
+            "attention_rate_gain": 1,
+        }
+    )
+    assert roofline.batching(at_100) == pytest.approx({"throughput_gain": 4, "gain_in_ops": 4 * 1.1 / 1.4})
+    with pytest.raises(ValueError, match="one context"):
+        roofline.batching(sweep)
+    from llmlab.measure.known_models import known_config
+
+    numbers = roofline.decode_attention(sweep, known_config("smollm2-135m-instruct"), torch.bfloat16)
+    assert numbers == pytest.approx(
+        {"predicted_intensity": 3, "least_intensity": 3, "most_intensity": 3, "context_exponent": 1}
+    )
+    with pytest.raises(ValueError, match="batch 1"):
+        roofline.recorded_step(pd.Series({"num_reqs": 4}))
