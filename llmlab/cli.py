@@ -70,18 +70,29 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure throughput on the standard workloads, beside peers if asked")
     _engine_arguments(bench)
     bench.add_argument(
-        "--against", nargs="*", default=[], metavar="PEER", help="peers to run in turns: hf, vllm (where installed)"
+        "--against", nargs="+", default=[], metavar="PEER", help="peers to take turns with: hf llamacpp vllm openvino"
+    )
+    bench.add_argument(
+        "--peer-python",
+        nargs="+",
+        default=[],
+        metavar="PYTHON",
+        help="interpreters of other environments in which peers are installed, to keep them out of this one",
     )
     bench.add_argument(
         "--workloads",
         nargs="+",
+        default=[],
         metavar="NAME",
         help="of prefill512 prefill2048 decode1 decode8 decode32 mixed (default: all)",
     )
     bench.add_argument(
         "--repeats", type=int, default=3, help="counted turns, after one to warm up (default: %(default)s)"
     )
-    bench.add_argument("--json", action="store_true", help="print the table as JSON")
+    bench.add_argument("--quantization", help="int8: llmlab's weights as 8-bit integers (peers keep the dtype)")
+    bench.add_argument("--threads", type=int, help="of every engine (default: as many as torch uses)")
+    bench.add_argument("--out", help="folder for the figure (PNG, SVG), the table (CSV) and the whole run (JSON)")
+    bench.add_argument("--json", action="store_true", help="print the run with all its turns as JSON")
     bench.set_defaults(run=_bench)
 
     commands.add_parser(
@@ -144,7 +155,7 @@ def _generate(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     from llmlab.bench import run_bench
 
-    table = run_bench(
+    result = run_bench(
         args.model,
         device=args.device,
         backend=args.backend,
@@ -152,8 +163,13 @@ def _bench(args: argparse.Namespace) -> int:
         against=args.against,
         workloads=args.workloads,
         repeats=args.repeats,
+        peer_pythons=args.peer_python,
+        threads=args.threads,
+        quantization=args.quantization,
     )
-    print(table.to_json(orient="records", indent=2) if args.json else table.to_string(index=False))
+    if args.out:
+        result.save_report(args.out)
+    print(result.to_json() if args.json else result.text())
     return 0
 
 

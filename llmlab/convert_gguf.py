@@ -34,7 +34,7 @@ _OPTIONAL_KEYS = """attention.head_count_kv attention.key_length attention.value
 _TOKENIZER_KEYS = """model pre tokens token_type merges scores add_bos_token add_eos_token add_space_prefix
     bos_token_id eos_token_id eot_token_id eom_token_id unknown_token_id padding_token_id""".split()
 
-# ggml's name → Hugging Face's name, and the shape by the names in `_expected_tensors`.
+# ggml's name → Hugging Face's name, and the shape by the names in `ggml_tensors`.
 _GLOBAL_TENSORS = {
     "token_embd.weight": ("model.embed_tokens.weight", ("vocab", "hidden")),
     "output_norm.weight": ("model.norm.weight", ("hidden",)),
@@ -241,6 +241,13 @@ def unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(rows, hidden_size)
 
 
+def permute(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """The inverse of :func:`unpermute`: rows from Hugging Face's order to ggml's."""
+    rows, hidden_size = weight.shape
+    halves = weight.reshape(num_heads, 2, rows // num_heads // 2, hidden_size)
+    return halves.swapaxes(1, 2).reshape(rows, hidden_size)
+
+
 @dataclass(frozen=True)
 class _Planned:
     """One tensor to write: its name and shape in the Hugging Face directory and the GGUF tensor that it comes from."""
@@ -252,7 +259,7 @@ class _Planned:
 
 def _plan(reader: GGUFReader, config: Mapping[str, Any]) -> list[_Planned]:
     """What to write, in file order. Names, shapes and types are checked here; nothing is decoded yet."""
-    expected = _expected_tensors(config)
+    expected = ggml_tensors(config)
     found = {tensor.name: tensor for tensor in reader.tensors}
     if unknown := [name for name in found if name not in expected]:
         raise ValueError(f"tensor {unknown[0]!r} is not part of this Llama model ({len(unknown)} such tensors)")
@@ -266,7 +273,7 @@ def _plan(reader: GGUFReader, config: Mapping[str, Any]) -> list[_Planned]:
     return [_Planned(hf_name, shape, found[name]) for name, (hf_name, shape) in expected.items()]
 
 
-def _expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def ggml_tensors(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """ggml name → (Hugging Face name, shape) of every tensor that a model of this config has."""
     size = {
         "hidden": config["hidden_size"],

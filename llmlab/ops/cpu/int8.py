@@ -1,8 +1,8 @@
 """x · wᵀ over weights in 8-bit integers: half the bytes of bfloat16 to read, the products and sums in float32 all the same.
 
-With few tokens the integers are widened in registers, on their way from memory to the multiply-add with float32 inputs. With AMX tiles and more
-tokens a piece of a few panels is widened once into the cache, as bfloat16, and all tokens are multiplied with it. Either way
-the scale of an output feature is applied to its sum.
+With few tokens the integers are widened in registers, on their way from memory to the multiply-add with float32 inputs. With
+AMX tiles and more tokens, a piece of a few panels is widened once into the cache, as bfloat16, and all tokens are multiplied
+with it. Either way the scale of an output feature is applied to its sum.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _stream(kind: str, panels: int, tokens: int) -> Callable[[int], None]:
 
 @intrinsic
 def widen(typingctx: Any, source: Any, target: Any) -> Any:
-    """``widen(source, target)``: two rows of a panel, 32 integers, as sixteen pairs of bfloat16; what comes later is asked for."""
+    """``widen(source, target)``: two rows of a panel, 32 integers, as sixteen pairs of bfloat16; prefetches."""
 
     def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
         source, target = args

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from llmlab.ops.cpu import amx, int8, simd
-from llmlab.ops.cpu.int8 import Int8Packer, PackedInt8
 from llmlab.ops.cpu.cast import to_float32
+from llmlab.ops.cpu.int8 import Int8Packer, PackedInt8
 from llmlab.ops.cpu.memory import empty
 from llmlab.ops.cpu.panels import LinearPacker, PackedLinear
 from llmlab.ops.cpu.parallel import INPUTS_IN_CACHE, arg, kernel, piece, take

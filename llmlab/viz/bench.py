@@ -1,0 +1,130 @@
+"""Benchmark runs: engines side by side on every workload, as shares of what the machine allows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llmlab.viz.style import INK, SERIES, SOFT, engineering, new_figure, styled
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from llmlab.bench.result import BenchResult
+
+ENGINE_LOOKS = {  # colour and hatch, the same in every figure
+    "llmlab": (SERIES[0], ""),
+    "hf": (SERIES[4], "///"),
+    "llamacpp": (SERIES[2], "\\\\\\"),
+    "vllm": (SERIES[3], "..."),
+    "openvino": (SERIES[1], "xxx"),
+}
+
+
+@styled
+def bench_figure(result: BenchResult, title: str = "") -> Figure:
+    """A group of bars a workload, one bar an engine: its share of the machine's floor, lowest to highest as a line, the median
+    tokens/s as a number."""
+    table = result.table()
+    floors = table["workload"].map(result.floors)
+    table = table.assign(
+        low=table["lowest"] / floors, high=table["highest"] / floors, share=table["tokens_per_s"] / floors
+    )
+    workloads = list(dict.fromkeys(table["workload"]))
+    engines = [engine.name for engine in result.engines]
+    fig = new_figure(max(6.5, 1.2 + 0.42 * len(workloads) * (len(engines) + 1)), 4.8)
+    axis = fig.subplots()
+    width = 0.84 / len(engines)
+    for i, engine in enumerate(engines):
+        colour, hatch = ENGINE_LOOKS[engine]
+        rows = table[table["engine"] == engine]
+        at = [workloads.index(w) + (i - (len(engines) - 1) / 2) * width for w in rows["workload"]]
+        axis.bar(
+            at, 100 * rows["share"], width, color=colour, hatch=hatch, edgecolor="white", label=_label(result, engine)
+        )
+        axis.vlines(at, 100 * rows["low"], 100 * rows["high"], color=INK, linewidth=1.2)
+        for x, row in zip(at, rows.itertuples(), strict=True):
+            axis.annotate(
+                engineering(row.tokens_per_s),
+                (x, 100 * row.high),
+                (0, 3),
+                textcoords="offset points",
+                rotation=90,
+                ha="center",
+                va="bottom",
+                fontsize=8,
+                color=INK,
+            )
+    labels = [f"{w}\n100 % = {engineering(result.floors[w])}" for w in workloads]
+    axis.set_xticks(range(len(workloads)), labels, fontsize=8.5)
+    axis.set_ylim(0, max(axis.get_ylim()[1] * 1.12, 100 * table["high"].max() * 1.22))
+    axis.grid(axis="x", visible=False)
+    axis.set_ylabel("% of what the machine allows\n(number: median tokens/s)")
+    axis.set_title(title or f"{result.model}, {result.dtype}: engines in turns, {result.date[:10]}")
+    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), title="peak memory")
+    return fig
+
+
+def _label(result: BenchResult, engine: str) -> str:
+    peak = next(e.peak_memory for e in result.engines if e.name == engine)
+    kind = f" ({result.quantization})" if engine == "llmlab" and result.quantization else ""
+    return f"{engine}{kind}  {engineering(peak, 'B')}"
+
+
+PART_LOOKS = {
+    "forward": (SERIES[0], ""),
+    "logits": (SERIES[4], "///"),
+    "sample": (SERIES[1], "xxx"),
+    "schedule": (SERIES[2], "\\\\\\"),
+    "batch": (SERIES[3], "..."),
+    "detokenize": (SERIES[5], "++"),
+    "update": (SERIES[6], "--"),
+    "output": (SOFT, "oo"),
+}
+
+
+@styled
+def step_split_figure(table: pd.DataFrame, title: str) -> Figure:
+    """Where a decode step's time goes: one bar a number of sequences, in parts; beside it the parts that are not the model's.
+
+    Args:
+        table: columns num_reqs, part, seconds, share, as :func:`llmlab.measure.experiments.step_split.step_split` makes it.
+    """
+    parts = [part for part in PART_LOOKS if part in set(table["part"])]
+    sizes = list(dict.fromkeys(table["num_reqs"]))
+    fig = new_figure(10.0, 4.4)
+    whole, rest = fig.subplots(1, 2, width_ratios=(1, 1))
+    for axis, chosen in ((whole, parts), (rest, [p for p in parts if p not in MODEL_PARTS])):
+        below = dict.fromkeys(sizes, 0.0)
+        for part in chosen:
+            colour, hatch = PART_LOOKS[part]
+            rows = table[table["part"] == part].set_index("num_reqs")["share"] * 100
+            axis.bar(
+                range(len(sizes)),
+                [rows[n] for n in sizes],
+                0.6,
+                bottom=[below[n] for n in sizes],
+                color=colour,
+                hatch=hatch,
+                edgecolor="white",
+                label=part,
+            )
+            below = {n: below[n] + rows[n] for n in sizes}
+        totals = table.groupby("num_reqs")["seconds"].sum()
+        for i, n in enumerate(sizes):
+            text = f"{1e3 * totals[n]:.1f} ms" if axis is whole else f"{below[n]:.1f} %"
+            axis.annotate(text, (i, below[n]), (0, 3), textcoords="offset points", ha="center", fontsize=9)
+        axis.set_xticks(range(len(sizes)), [str(n) for n in sizes])
+        axis.set_xlabel("sequences in the step")
+        axis.margins(y=0.12)
+        axis.grid(axis="x", visible=False)
+    whole.set_ylabel("% of the step")
+    whole.set_title("the whole step")
+    rest.set_title("all but the model")
+    handles, labels = whole.get_legend_handles_labels()
+    fig.legend(handles[::-1], labels[::-1], loc="outside right center")
+    fig.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    return fig
+
+
+MODEL_PARTS = ("forward", "logits")
