@@ -248,8 +248,9 @@ class CalibratedClock:
 
     @classmethod
     def fit(cls, base: RooflineClock, samples: Sequence[StepSample]) -> CalibratedClock:
-        """Least squares over *relative* errors: a decode step counts as much as a prefill that takes a hundred times longer.
+        """Least absolute *relative* errors: a decode counts as much as a prefill that takes a hundred times longer.
 
+        Absolute, so that steps disturbed by other work do not drag the fit along; found by least squares, reweighted.
         Raises ValueError for fewer samples than terms, or steps that took no time.
         """
         if len(samples) < len(CALIBRATED_TERMS):
@@ -257,8 +258,12 @@ class CalibratedClock:
         seconds = np.array([sample.seconds for sample in samples])
         if not (np.isfinite(seconds).all() and (seconds > 0).all()):
             raise ValueError("every measured step must have taken a positive time")
-        terms = np.stack([_terms(base, s.query_lens, s.seq_lens, s.sampled) for s in samples])
-        return cls(base, _nonnegative_least_squares(terms / seconds[:, None], np.ones(len(samples))))
+        terms = np.stack([_terms(base, s.query_lens, s.seq_lens, s.sampled) for s in samples]) / seconds[:, None]
+        trust = np.ones((len(samples), 1))
+        for _ in range(20):
+            weights = _nonnegative_least_squares(terms * trust, trust[:, 0])
+            trust = 1 / np.sqrt(np.maximum(np.abs(terms @ weights - 1), 0.01))[:, None]
+        return cls(base, weights)
 
     def seconds(self, query_lens: Ints, seq_lens: Ints, sampled: Bools) -> float:
         return float(self.weights @ _terms(self.base, query_lens, seq_lens, sampled))

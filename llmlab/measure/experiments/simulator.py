@@ -102,28 +102,33 @@ def _sample(plan: SchedulerOutput, got_a_token: set[str], seconds: float) -> Ste
     return StepSample(query_lens, seq_lens, np.array([r in got_a_token for r in plan.num_scheduled_tokens]), seconds)
 
 
-def calibration_workloads(llm: LLM, max_num_seqs: int) -> list[Workload]:
-    """Small workloads whose steps span what a clock must know: decodes at every batch size, prompts alone and among decodes."""
+def calibration_workloads(llm: LLM, max_num_seqs: int) -> tuple[list[Workload], list[Workload]]:
+    """Small workloads whose steps span what a clock must know: ``(prompts, alone and together; the rest)``.
+
+    The rest are decodes, four steps and more at every batch size, and prompts that arrive among decodes.
+    """
     vocab_size, limit = llm.config.vocab_size, llm.engine.scheduler.max_num_tokens
     room = lambda n: max(1, min(n, limit // 4))
-    stairs = [(0.0, room(24 + 40 * (i % 5)), 6 + 3 * i) for i in range(max_num_seqs)]
-    alone = [(0.0, room(n), 1) for n in (16, 64, 192, 512)]
-    return [
-        trace(stairs, vocab_size=vocab_size, seed=101),
-        *(trace([one], vocab_size=vocab_size, seed=102 + i) for i, one in enumerate(alone)),
-        synthetic(16, 40.0, Lengths("uniform", 16, room(256)), "uniform:4:24", vocab_size=vocab_size, seed=103),
+    together = [[16], [64], [192], [512], [40] * 8, [120] * 8, [200] * 6]
+    prompts = [
+        trace([(0.0, room(n), 1) for n in lengths], vocab_size=vocab_size, seed=100 + i)
+        for i, lengths in enumerate(together)
     ]
+    stairs = [(0.0, room(16 + 40 * (i % 5)), 4 + 4 * i) for i in range(max_num_seqs)]
+    among = synthetic(16, 20.0, Lengths("uniform", 16, room(256)), "uniform:4:24", vocab_size=vocab_size, seed=99)
+    return prompts, [trace(stairs, vocab_size=vocab_size, seed=98), among]
 
 
-def calibrate(llm: LLM, max_num_seqs: int = 32) -> tuple[CalibratedClock, list[StepSample]]:
-    """Fit a clock to this machine and model on a few hundred steps: ``(clock, the steps)``.
+def calibrate(llm: LLM, max_num_seqs: int = 16) -> tuple[CalibratedClock, list[StepSample]]:
+    """Fit a clock to this machine and model on some hundred steps: ``(clock, the steps)``.
 
-    Everything runs twice and counts once: the first pass compiles, records decode graphs and touches memory.
+    Prompts run once before they count, to compile and to touch memory; the one step of each batch size in which its decode graph
+    is recorded is an outlier that the fit does not follow.
     """
-    workloads = calibration_workloads(llm, max_num_seqs)
-    for workload in workloads:
+    prompts, rest = calibration_workloads(llm, max_num_seqs)
+    for workload in prompts:
         replay(llm, workload)
-    samples = [sample for workload in workloads for sample in replay(llm, workload).steps]
+    samples = [sample for workload in (*prompts, *prompts, *rest) for sample in replay(llm, workload).steps]
     return CalibratedClock.fit(roofline_clock(llm), samples), samples
 
 
