@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -31,7 +32,46 @@ def _version(package: str) -> str | None:
 
 def examine() -> list[Finding]:
     """All findings, most basic first. Looks only; changes and downloads nothing."""
-    return [_python(), _torch(), _triton(), _gpu(), _isa(), _threads(), _memory(), *_packages(), *_models()]
+    return [
+        *(_python(), _torch(), _triton(), _gpu(), _isa(), _threads(), _memory(), _load(), _ceilings()),
+        *_packages(),
+        *_models(),
+    ]
+
+
+def measure_again(report: Callable[[str], None]) -> None:
+    """Measure the ceilings of this machine's device anew, and keep them. ``report`` is told when it starts."""
+    from llmlab.measure.hardware import ceilings
+
+    ceilings(_device(), remeasure=True, report=report)
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _load() -> Finding:
+    from llmlab.measure.system import BUSY, load_now
+
+    load = load_now()
+    means = "quiet enough to measure" if load < BUSY else "too busy to measure: clocks decide nothing now"
+    return Finding("load", f"{load:.0%} of the machine works for others", means, ok=load < BUSY)
+
+
+def _ceilings() -> Finding:
+    from llmlab.measure.hardware import stored_ceilings
+
+    kept = stored_ceilings(_device())
+    if kept is None:
+        return Finding("ceilings", "not measured yet", "the first notebook measures them, or: llmlab doctor --measure")
+    best = max(kept.gemm, key=lambda dtype: kept.gemm[dtype])
+    found = f"{kept.gemm[best] / 1e12:.3g} TFLOP/s in {best}, {kept.read_bandwidth / 1e9:.3g} GB/s, of {kept.date[:10]}"
+    if kept.stale or kept.disturbed:
+        why = f"measured with {kept.load:.0%} of the machine busy" if kept.disturbed else "more than thirty days old"
+        return Finding("ceilings", found, f"{why}: llmlab doctor --measure", ok=False)
+    return Finding("ceilings", found, "what this machine reaches; llmlab doctor --measure takes them again")
 
 
 def _python() -> Finding:

@@ -10,7 +10,7 @@ import pytest
 
 from llmlab.cli import main
 
-COMMANDS = ["report", "fetch", "generate", "bench", "doctor", "kernels"]
+COMMANDS = ["report", "fetch", "generate", "bench", "doctor", "kernels", "claims"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -19,6 +19,20 @@ def test_every_command_has_help(command, capsys):
         main([command, "--help"])
     assert exit_.value.code == 0
     assert "usage" in capsys.readouterr().out
+
+
+def test_doctor_measures_and_keeps_ceilings(capsys, monkeypatch, tmp_path):
+    from llmlab.measure import ceilings
+
+    monkeypatch.setenv("LLMLAB_HOME", str(tmp_path))
+    measure = ceilings.measure_ceilings
+    small = lambda machine, device: measure(machine, device, gemm_sizes=(64,), largest_buffer=1 << 20)
+    monkeypatch.setattr(ceilings, "measure_ceilings", small)
+    state = lambda: {f["what"]: f for f in json.loads(capsys.readouterr().out)}["ceilings"]
+    assert main(["doctor", "--json"]) == 0
+    assert state()["found"] == "not measured yet"
+    assert main(["doctor", "--json", "--measure"]) == 0
+    assert "GB/s" in state()["found"]
 
 
 def test_doctor_as_json(capsys):

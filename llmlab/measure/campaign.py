@@ -1,8 +1,8 @@
 """One go on a machine that one has for a few minutes: what it is, what limits it, are the kernels right, how fast is everything.
 
 ``python -m llmlab.measure.campaign --minutes 8 --out DIR`` needs no network, no model and nothing but torch, Triton, numpy,
-pandas and jaxtyping. The most valuable comes first, every section is guarded, and one JSON (``data/measurements/README.md`` describes
-it) is written as results come in, so that a run which is cut off still counts.
+pandas and jaxtyping. The most valuable comes first, every section is guarded, and one JSON (see ``data/measurements/README.md``)
+is written as results come in, so that a run which is cut off still counts.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ def ceilings(
     from llmlab.measure.ceilings import measure_ceilings
 
     machine = describe_machine(device)
-    file = measurements_dir() / f"ceilings-{machine.fingerprint}.json"
+    file = _file(machine)
     if not remeasure:
         kept = _read(file)
         if kept is not None and not kept.stale and not (kept.disturbed and load_now() < BUSY):
@@ -203,6 +203,15 @@ def ceilings(
     measured = measure_ceilings(machine, torch.device(device))
     _write(file, measured)
     return measured
+
+
+def stored_ceilings(device: str | torch.device = "cpu") -> Ceilings | None:
+    """What the user's cache holds for this machine, whatever its age; None if nothing was measured yet."""
+    return _read(_file(describe_machine(device)))
+
+
+def _file(machine: Machine) -> Path:
+    return measurements_dir() / f"ceilings-{machine.fingerprint}.json"
 
 
 def ceilings_table(device: str | torch.device = "auto", *, datasheets: bool = True) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""The campaign, end to end on a CPU, in a process that has no package but those of the GPU machine; and what holds it together."""
+"""The campaign, end to end on a CPU, in a process that has only the packages of a GPU machine; and what holds it together."""
 
 from __future__ import annotations
 

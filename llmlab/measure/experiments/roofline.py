@@ -52,6 +52,8 @@ def decode_attention(sweep: pd.DataFrame, config: ModelConfig, dtype: torch.dtyp
     contexts = sweep["context"].nunique()
     complete = sweep.groupby("num_reqs").filter(lambda rows: rows["context"].nunique() == contexts)
     busiest = complete[complete["num_reqs"] == complete["num_reqs"].max()]
+    if len(busiest) < 2:
+        raise ValueError("needs a batch that was run at two contexts at least")
     slope = np.polyfit(np.log(busiest["context"].astype(float)), np.log(busiest["attention_seconds"].astype(float)), 1)[
         0
     ]
