@@ -25,8 +25,9 @@ from llmlab.engine.scheduler import Scheduler
 from llmlab.engine.sizing import choose_dtype
 from llmlab.measure.clock import Clock, RooflineClock
 from llmlab.measure.cost import kv_bytes_per_token
+from llmlab.measure.efficiency import Efficiency
 from llmlab.measure.known_models import known_config
-from llmlab.measure.plan import Efficiency, Hardware, datasheet_hardware, kv_blocks, shard_config
+from llmlab.measure.plan import Hardware, datasheet_hardware, kv_blocks, shard_config
 from llmlab.measure.serving import Log, ServingRun, merge
 from llmlab.sampling.params import SamplingParams
 from llmlab.workload import Workload

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from llmlab.config import CacheConfig, SchedulerConfig
 from llmlab.engine.plan import SchedulerOutput
 from llmlab.measure.clock import ConstantClock
+from llmlab.measure.efficiency import Efficiency
 from llmlab.measure.known_models import known_config
-from llmlab.measure.plan import Efficiency, Hardware, datasheet_hardware
+from llmlab.measure.plan import Hardware, datasheet_hardware
 from llmlab.measure.serving import ServingRun
 from llmlab.simulate import run, simulate, sweep
 from llmlab.workload import Workload, synthetic, trace

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from llmlab.config import ModelConfig
 from llmlab.measure.cost import LINEAR_GROUPS, step_costs
-from llmlab.measure.plan import Efficiency, Hardware, communication_seconds, shard_config
+from llmlab.measure.efficiency import Efficiency
+from llmlab.measure.plan import Hardware, communication_seconds, shard_config
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from llmlab.config import ModelConfig
 from llmlab.measure.clock import CalibratedClock, ConstantClock, RooflineClock, StepSample, step_features
 from llmlab.measure.cost import least_seconds, step_costs
+from llmlab.measure.efficiency import PERFECT, Efficiency
 from llmlab.measure.known_models import known_config
-from llmlab.measure.plan import PERFECT, Efficiency, datasheet_hardware
+from llmlab.measure.plan import datasheet_hardware
 from llmlab.ops.attention import visible_keys, visible_pairs
 
 H200 = datasheet_hardware("H200")

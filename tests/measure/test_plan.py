@@ -10,10 +10,9 @@ from llmlab.config import ModelConfig
 from llmlab.measure.clock import RooflineClock
 from llmlab.measure.cost import parameters
 from llmlab.measure.datasheets import DATASHEETS
+from llmlab.measure.efficiency import PERFECT, Efficiency
 from llmlab.measure.known_models import known_config
 from llmlab.measure.plan import (
-    PERFECT,
-    Efficiency,
     all_gather_seconds,
     all_reduce_seconds,
     datasheet_hardware,

@@ -16,8 +16,9 @@ import numpy as np
 import pandas as pd
 
 from llmlab.measure.clock import CalibratedClock, RooflineClock, StepSample
+from llmlab.measure.efficiency import PERFECT
 from llmlab.measure.hardware import ceilings
-from llmlab.measure.plan import PERFECT, measured_hardware
+from llmlab.measure.plan import measured_hardware
 from llmlab.measure.serving import STEP_COLUMNS, ServingRun, histogram, request_table
 from llmlab.sampling.params import SamplingParams
 from llmlab.simulate import run
@@ -103,13 +104,15 @@ def _sample(plan: SchedulerOutput, got_a_token: set[str], seconds: float) -> Ste
 
 
 def calibration_workloads(llm: LLM, max_num_seqs: int) -> tuple[list[Workload], list[Workload]]:
-    """Small workloads whose steps span what a clock must know: ``(prompts, alone and together; the rest)``.
+    """Small workloads whose steps span what a clock must know: ``(prompts, the rest)``.
 
-    The rest are decodes, four steps and more at every batch size, and prompts that arrive among decodes.
+    Prompts come alone and together, up to the token budget. The rest are decodes, four steps and more at every batch size, and
+    prompts that arrive among decodes.
     """
     vocab_size, limit = llm.config.vocab_size, llm.engine.scheduler.max_num_tokens
     room = lambda n: max(1, min(n, limit // 4))
-    together = [[16], [64], [192], [512], [40] * 8, [120] * 8, [200] * 6]
+    budget = llm.engine.scheduler.config.max_num_batched_tokens
+    together = [[16], [64], [192], [512], [40] * 8, [100] * 8, [200] * max(1, min(max_num_seqs, budget // 200))]
     prompts = [
         trace([(0.0, room(n), 1) for n in lengths], vocab_size=vocab_size, seed=100 + i)
         for i, lengths in enumerate(together)
