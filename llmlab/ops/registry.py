@@ -68,7 +68,7 @@ class Op:
         try:
             module = importlib.import_module(f"llmlab.ops.cpu.{self.family}")
         except ModuleNotFoundError as error:
-            if error.name not in ("numba", f"llmlab.ops.cpu.{self.family}"):
+            if error.name not in ("numba", "llvmlite", f"llmlab.ops.cpu.{self.family}"):  # two that come together
                 raise
             return self.reference
         return getattr(module, self.name, self.reference)
