@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmlab.measure.measurements import slug
 from llmlab.viz.style import engineering
 
 if TYPE_CHECKING:
@@ -47,8 +48,9 @@ class BenchResult:
 
     Attributes:
         model, dtype, quantization: what was run (quantization is llmlab's own weights; the peers keep ``dtype``).
-        date: ISO 8601, UTC. machine: one line about it. ceilings: ``flops`` (GEMM of the dtype, FLOP/s) and ``bandwidth``
-            (reads from memory, bytes/s), measured on it.
+        date: ISO 8601, UTC. device: what computed, in words. machine: one line about it.
+        ceilings: ``flops`` (GEMM of the dtype, FLOP/s) and ``bandwidth`` (reads of the memory that holds the weights,
+            bytes/s), measured on it.
         floors: by workload, the tokens/s that these ceilings allow.
         engines, turns: what ran. missing: peers that are not installed, and how to get them. failed: peers that broke.
     """
@@ -57,6 +59,7 @@ class BenchResult:
     dtype: str
     quantization: str | None
     date: str
+    device: str
     machine: str
     ceilings: dict[str, float]
     floors: dict[str, float]
@@ -101,15 +104,13 @@ class BenchResult:
         return pd.DataFrame(rows, columns=columns)
 
     def merged(self, other: BenchResult) -> BenchResult:
-        """This run and another of the same model, dtype and machine, with other workloads, as one (for runs in slices).
+        """This run and a later one of the same model, dtype and machine as one: the later one's workloads replace this one's.
 
-        Raises ValueError if they differ in what they ran or where, or share a workload.
+        For runs in slices. Raises ValueError if the two differ in what they ran or where.
         """
         for name in ("model", "dtype", "quantization", "machine"):
             if getattr(self, name) != getattr(other, name):
                 raise ValueError(f"runs of different {name}: {getattr(self, name)!r} and {getattr(other, name)!r}")
-        if shared := set(self.floors) & set(other.floors):
-            raise ValueError(f"both runs hold {', '.join(sorted(shared))}")
         engines = {engine.name: engine for engine in self.engines}
         for engine in other.engines:
             before = engines.get(engine.name)
@@ -119,14 +120,15 @@ class BenchResult:
             self.model,
             self.dtype,
             self.quantization,
-            min(self.date, other.date),
+            other.date,
+            self.device,
             self.machine,
-            self.ceilings,
+            other.ceilings,
             self.floors | other.floors,
             list(engines.values()),
-            self.turns + other.turns,
-            self.missing | other.missing,
-            self.failed | other.failed,
+            [turn for turn in self.turns if turn.workload not in other.floors] + other.turns,
+            {name: how for name, how in (self.missing | other.missing).items() if name not in engines},
+            {name: why for name, why in (self.failed | other.failed).items() if name not in engines},
         )
 
     def text(self) -> str:
@@ -156,6 +158,15 @@ class BenchResult:
         path.write_text(self.to_json() + "\n", encoding="utf-8")
         return path
 
+    def store(self, folder: str | Path | None = None) -> Path:
+        """Keep it as ``<date>-<device>-<model>-<dtype>.json`` in ``data/measurements/bench`` (or ``folder``), joined with what
+        was stored there on the same day; returns the file."""
+        folder = Path(folder or stored_dir())
+        folder.mkdir(parents=True, exist_ok=True)
+        name = slug(" ".join((self.device, self.model, self.dtype, self.quantization or "")))
+        path = folder / f"{self.date[:10]}-{name}.json"
+        return (BenchResult.load(path).merged(self) if path.is_file() else self).save(path)
+
     @classmethod
     def load(cls, path: str | Path) -> BenchResult:
         """Raises ValueError for a file of another schema."""
@@ -165,6 +176,17 @@ class BenchResult:
         data["engines"] = [EngineRun(**engine) for engine in data["engines"]]
         data["turns"] = [Turn(**turn) for turn in data["turns"]]
         return cls(**data)
+
+
+def stored_dir() -> Path:
+    """Where results are kept: ``data/measurements/bench`` of a checkout."""
+    return Path(__file__).resolve().parents[2] / "data" / "measurements" / "bench"
+
+
+def stored(folder: str | Path | None = None) -> list[BenchResult]:
+    """The results that are kept, the newest first."""
+    files = sorted(Path(folder or stored_dir()).glob("*.json"), reverse=True)
+    return sorted(map(BenchResult.load, files), key=lambda result: result.date, reverse=True)
 
 
 def _spread(values: list[float], name: str, prefix: str, digits: int) -> dict[str, float]:

@@ -10,13 +10,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -25,6 +25,8 @@ from llmlab.bench import peers
 from llmlab.bench.peers import ENGINES, Options
 from llmlab.bench.result import OURS, BenchResult, EngineRun, Turn
 from llmlab.bench.workloads import WORKLOADS, Job, Workload
+
+T = TypeVar("T")
 
 LOAD_SECONDS, TURN_SECONDS = 300, 600
 """An engine that takes longer, to load or for a turn, counts as broken."""
@@ -48,7 +50,7 @@ class Worker:
     def __init__(self, options: Options, python: str):
         self.name = options.engine
         self.peak_memory = 0
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115: until close()
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         variable = os.environ | {"OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"}
         command = [python, str(Path(peers.__file__).resolve()), json.dumps(asdict(options))]
         self._process = subprocess.Popen(
@@ -147,7 +149,7 @@ def run_bench(
     torch_dtype = choose_dtype(config.dtype if dtype == "auto" else dtype)
     threads = threads or torch.get_num_threads()
     say = lambda line: print(line, file=sys.stderr)
-    limits = ceilings(torch_device, report=say)
+    limits = _with_threads(threads, lambda: ceilings(torch_device, report=say))
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     roof = roof_for(limits, torch_dtype, size)
     result = BenchResult(
@@ -155,6 +157,7 @@ def run_bench(
         dtype=roof.dtype,
         quantization=quantization,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
+        device=limits.machine.device,
         machine=str(limits.machine),
         ceilings={"flops": roof.flops, "bandwidth": roof.bandwidth},
         floors={w.name: w.most_tokens_per_second(config, roof) for w in chosen},
@@ -187,6 +190,18 @@ def has_package(python: str, package: str) -> bool:
         return subprocess.run([python, "-c", code, package], capture_output=True).returncode == 0
     except OSError as error:
         raise ValueError(f"{python} is not a Python interpreter: {error}") from error
+
+
+def _with_threads(threads: int, measure: Callable[[], T]) -> T:
+    """Let torch use so many threads for a while."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return measure()
+    finally:
+        torch.set_num_threads(before)
 
 
 def _take_turns(

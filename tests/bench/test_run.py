@@ -11,7 +11,7 @@ import pytest
 from llmlab.bench import BenchResult, run_bench
 from llmlab.bench import peers as peers_file
 from llmlab.bench.peers import ENGINES
-from llmlab.bench.result import EngineRun, Turn
+from llmlab.bench.result import EngineRun, Turn, stored
 from llmlab.bench.run import has_package
 from llmlab.bench.workloads import WORKLOADS, Workload
 from llmlab.measure import hardware
@@ -91,7 +91,9 @@ def example(workload: str = "decode1", machine: str = "a machine") -> BenchResul
     turns = [Turn(workload, name, r, speed) for name, those in speeds.items() for r, speed in enumerate(those)]
     engines = [EngineRun("llmlab", "1", 1.0, 400_000_000), EngineRun("hf", "5", 2.0, 900_000_000)]
     floors, ceilings = {workload: 200.0}, {"flops": 1e12, "bandwidth": 3e10}
-    return BenchResult("m", "bfloat16", None, "2026-01-02", machine, ceilings, floors, engines, turns, {}, {})
+    return BenchResult(
+        "m", "bfloat16", None, "2026-01-02", "a device", machine, ceilings, floors, engines, turns, {}, {}
+    )
 
 
 def test_ratios_are_taken_within_a_turn_and_the_warm_up_does_not_count():
@@ -119,5 +121,14 @@ def test_runs_in_slices_are_joined():
     assert list(joined.floors) == ["decode1", "decode8"] and len(joined.turns) == 16
     with pytest.raises(ValueError, match="different machine"):
         example().merged(example("decode8", "another"))
-    with pytest.raises(ValueError, match="both runs hold decode1"):
-        example().merged(example())
+    again = example("decode1")
+    again.turns[0] = Turn("decode1", "llmlab", 0, 1.5)
+    assert joined.merged(again).speeds("decode8", "hf") == joined.speeds("decode8", "hf")
+    assert len(joined.merged(again).turns) == 16 and joined.merged(again).turns[8].tokens_per_s == 1.5
+
+
+def test_stored_by_day_machine_model_and_dtype(tmp_path):
+    one, two = example("decode1").store(tmp_path), example("decode8").store(tmp_path)
+    assert one == two and one.name == "2026-01-02-a-device-m-bfloat16.json"
+    (found,) = stored(tmp_path)
+    assert list(found.floors) == ["decode1", "decode8"]

@@ -22,7 +22,7 @@ def result() -> BenchResult:
     ]
     engines = [EngineRun(e, "1", 1.0, 500_000_000 + i) for i, e in enumerate(ENGINES)]
     ceilings = {"flops": 2e12, "bandwidth": 4e10}
-    return BenchResult("m", "bfloat16", None, "2026-01-02", "x", ceilings, workloads, engines, turns, {}, {})
+    return BenchResult("m", "bfloat16", None, "2026-01-02", "x", "x", ceilings, workloads, engines, turns, {}, {})
 
 
 def test_bars_are_shares_of_the_floor():
