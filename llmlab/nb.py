@@ -9,10 +9,11 @@ from __future__ import annotations
 import base64
 import inspect
 import io
+import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +128,30 @@ def source(function: Any) -> None:
     display({"text/html": html}, raw=True)
 
 
+def interact(draw: Callable[..., Any], **controls: Any) -> Any:
+    """Sliders for a figure that stands above them: it is drawn again when one of them is moved, and not before.
+
+    ipywidgets' own ``interact`` also draws at once, into a widget that nbclient mirrors; a picture there often makes nbclient
+    miss the cell's end and wait until its time is up.
+
+    Args:
+        draw: a function of the controls that returns a figure.
+        controls: as for ``ipywidgets.interact``.
+
+    Returns the widget.
+    """
+    import ipywidgets
+
+    moved = False
+
+    def redraw(**values: Any) -> Any:
+        nonlocal moved
+        first, moved = not moved, True
+        return None if first else draw(**values)
+
+    return ipywidgets.interact(redraw, **controls).widget
+
+
 def verdict(
     claim_id: str, numbers: Mapping[str, float], *, clocked: bool, machine: str = "", model: str = "", out: str = ""
 ) -> Finding:
@@ -144,6 +169,30 @@ def verdict(
     print(f"{claim_id}: {one.statement}\nrule: {one.rule}")
     (measured if clocked else print)(finding)
     return finding
+
+
+def key_figure(what: str, value: float, unit: str, *, note: str = "", out: str = "") -> None:
+    """Print a number that a reader should take away, and keep it for the report's first page, if ``out`` is set.
+
+    Args:
+        what: of what it is the number, in a few words. note: under which circumstances, or compared with what.
+    """
+    from llmlab.viz.style import engineering
+
+    shown = f"{100 * value:.0f} %" if unit == "%" else engineering(value, unit)
+    measured(f"{what}: {shown}" + (f" ({note})" if note else ""))
+    if out:
+        folder = Path(out) / "key_figures"
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = {"what": what, "value": shown, "note": note}
+        file = folder / f"{len(list(folder.glob('*.json'))):03d}.json"
+        file.write_text(json.dumps(kept, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def key_figures(out: str | Path) -> list[dict[str, str]]:
+    """What :func:`key_figure` kept in a folder, in order: what, value (with its unit), note."""
+    files = sorted((Path(out) / "key_figures").glob("*.json"))
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
 def choose_model(model: str) -> str:
@@ -207,7 +256,9 @@ def run_in_place(path: Path, timeout: int = 600) -> float:
             cell.outputs, cell.execution_count = [], None
     start = time.perf_counter()
     folder = {"metadata": {"path": str(path.resolve().parent)}}
-    NotebookClient(notebook, timeout=timeout, kernel_name="python3", resources=folder, record_timing=False).execute()
+    client = NotebookClient(notebook, timeout=timeout, kernel_name="python3", resources=folder, record_timing=False)
+    client.widget_registry = {}  # mirroring a widget that holds a picture, it may miss a cell's end and wait for ever
+    client.execute()
     seconds = time.perf_counter() - start
     for cell in notebook.cells:
         cell.metadata = {key: value for key, value in cell.metadata.items() if key == "tags"}

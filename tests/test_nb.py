@@ -163,3 +163,28 @@ def test_the_cover_is_the_tagged_figure_else_the_first(tmp_path: Path) -> None:
 
 def test_a_notebook_without_figures_has_no_cover(tmp_path: Path) -> None:
     assert nb.save_cover(notebook_at(tmp_path / "a.ipynb", "x: int = 2")) is None
+
+
+def test_sliders_draw_when_they_are_moved() -> None:
+    drawn: list[int] = []
+    widget = nb.interact(lambda size: drawn.append(size), size=(1, 5))
+    assert drawn == []
+    widget.children[0].value = 4
+    assert drawn == [4]
+
+
+def test_a_notebook_that_draws_into_a_widget_comes_to_its_end(tmp_path: Path) -> None:
+    """With nbclient's mirror of widgets, nine of ten runs of this one wait until the cell's time is up."""
+    picture = """
+import numpy as np
+from matplotlib.figure import Figure
+
+def draw(a):
+    fig = Figure((11, 8), dpi=130)
+    fig.subplots().imshow(np.random.default_rng(a).random((400, 400)))
+    return fig
+"""
+    show = "from llmlab import nb\nnb.setup('cpu')\nfrom ipywidgets import interact\n_ = interact(draw, a=(1, 5))"
+    path = notebook_at(tmp_path / "a.ipynb", picture, show, "print('the end')")
+    assert nb.run_in_place(path, timeout=60) < 60
+    assert nbformat.read(path, as_version=4).cells[-1].outputs[0].text == "the end\n"

@@ -79,6 +79,13 @@ def test_cells_are_short_and_print_without_semicolon_tricks(notebook: Any) -> No
         assert not lines[-1].rstrip().endswith(";"), "under nbval a semicolon suppresses nothing"
 
 
+def test_sliders_draw_only_when_moved(notebook: Any) -> None:
+    for cell in code_cells(notebook):
+        assert not re.search(r"import interact\b|ipywidgets\.interact", cell.source), (
+            "use nb.interact: ipywidgets' own draws at once, and nbclient (so the report, too) then often waits for ever"
+        )
+
+
 def test_begins_with_a_question_and_takes_typed_parameters(notebook: Any) -> None:
     first = notebook.cells[0]
     assert first.cell_type == "markdown"
