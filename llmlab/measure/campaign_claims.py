@@ -115,10 +115,9 @@ def from_steps(table: pd.DataFrame, model: str) -> Iterator[tuple[str, Callable[
 
 
 def _complete(decodes: pd.DataFrame) -> pd.DataFrame:
-    """The batch with most contexts, and the contexts that it has."""
-    batch = decodes.groupby("num_reqs")["context"].nunique().idxmax()
-    contexts = decodes.loc[decodes["num_reqs"] == batch, "context"]
-    return decodes[decodes["context"].isin(contexts) & (decodes["num_reqs"] == batch)]
+    """The largest batch of those with most contexts."""
+    contexts = decodes.groupby("num_reqs")["context"].nunique()
+    return decodes[decodes["num_reqs"] == contexts[contexts == contexts.max()].index.max()]
 
 
 def bound_by(driver: roofline.StepDriver, ceilings: Ceilings, length: int) -> Numbers:

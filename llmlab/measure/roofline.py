@@ -62,7 +62,10 @@ class StepDriver:
         self.generator = torch.Generator().manual_seed(seed)
         self.runner = Runner(model, CacheConfig(self.num_blocks, block_size), dtype)
         block = torch.randn(1, 2, 1, block_size, c.num_kv_heads, c.head_dim, generator=self.generator)
-        self.runner.kv_cache.copy_(block.to(dtype).expand_as(self.runner.kv_cache))
+        block = block.to(
+            self.runner.kv_cache.device, dtype
+        )  # before it is expanded: else all of it is made on the host
+        self.runner.kv_cache.copy_(block.expand_as(self.runner.kv_cache))
         self._by_layer = [(layer[0], layer[1]) for layer in self.runner.kv_cache]
 
     def batch(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> Batch:

@@ -17,6 +17,7 @@ from llmlab.measure.datasheets import Roof
 from llmlab.viz.style import (
     GROUP_COLOURS,
     INK,
+    LINE,
     MARKERS,
     SERIES,
     SOFT,
@@ -233,19 +234,25 @@ def crossover_figure(crossovers: pd.DataFrame, title: str) -> Figure:
     """Tokens in a step from which each projection is compute-bound, for several machines.
 
     Args:
-        crossovers: index machine, one column a projection; inf where it never is (drawn as a bar without an end).
+        crossovers: index machine, one column a projection; inf where it never is (drawn as an arrow at the right edge).
     """
-    fig = new_figure(9.2, 1.3 + 0.55 * len(crossovers))
+    fig = new_figure(9.2, 1.3 + 0.85 * len(crossovers))
     axis = fig.add_subplot()
-    least = crossovers.min().min() / 2
-    never = 3 * crossovers.replace(np.inf, np.nan).max().max()
+    least = crossovers.min().min() / 1.6
+    never = 2.5 * crossovers.replace(np.inf, np.nan).max().max()
     height = 0.8 / len(crossovers.columns)
     for i, column in enumerate(crossovers.columns):
         where = np.arange(len(crossovers))[::-1] + 0.4 - (i + 0.5) * height
-        ends = np.minimum(crossovers[column].to_numpy(), never)
-        axis.barh(where, ends - least, height * 0.92, least, color=GROUP_COLOURS[column], label=column)
+        there = np.isfinite(crossovers[column].to_numpy(float))
+        ends = np.where(there, crossovers[column], never)
+        style = {"color": GROUP_COLOURS[column], "s": 36, "zorder": 3}
+        axis.scatter(ends[there], where[there], marker=MARKERS[i], label=column, **style)
+        axis.scatter(ends[~there], where[~there], marker=5, **style)  # an arrow: further right than the axis goes
         for y, value, end in zip(where, crossovers[column], ends, strict=True):
-            axis.text(end, y, " never" if np.isinf(value) else f" {value:.0f}", va="center", fontsize=8)
+            text = "never" if np.isinf(value) else f"{value:.0f}"
+            axis.annotate(text, (end, y), (7, 0), textcoords="offset points", va="center", fontsize=8)
+    for edge in np.arange(len(crossovers) - 1) + 0.5:
+        axis.axhline(edge, color=LINE, lw=0.8, zorder=1)
     log_axis(axis, "x")
     axis.set_xlim(least, never * 2)
     axis.set_yticks(np.arange(len(crossovers))[::-1], crossovers.index)

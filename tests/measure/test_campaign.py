@@ -44,7 +44,7 @@ def test_every_section_comes_to_its_end(quick: dict[str, Any]) -> None:
     assert {s["status"] for s in quick["sections"]} <= {"done", "skipped"}
     assert [s["name"] for s in quick["sections"] if s["status"] == "done"][:3] == [
         "ceilings",
-        "correctness",
+        "correctness, bfloat16",
         "engine: two layers of smollm2-135m-instruct",
     ]
     assert all(s["reason"] for s in quick["sections"] if s["status"] == "skipped")
@@ -180,5 +180,9 @@ def test_claim_numbers_from_a_sweep() -> None:
     assert numbers == pytest.approx(
         {"predicted_intensity": 3, "least_intensity": 3, "most_intensity": 3, "context_exponent": 1}
     )
+    slopes = roofline.context_slopes(sweep)
+    assert slopes.to_dict("records") == [{"num_reqs": 4, "from": 100, "to": 200, "slope": pytest.approx(1)}]
+    with pytest.raises(ValueError, match="two contexts"):
+        roofline.context_slopes(at_100)
     with pytest.raises(ValueError, match="batch 1"):
         roofline.recorded_step(pd.Series({"num_reqs": 4}))

@@ -49,11 +49,7 @@ def batching(sweep: pd.DataFrame) -> dict[str, float]:
 def decode_attention(sweep: pd.DataFrame, config: ModelConfig, dtype: torch.dtype) -> dict[str, float]:
     """C16: intensity of decode attention over a sweep, and how its time grows with the context at the largest batch that has
     every context of the sweep."""
-    contexts = sweep["context"].nunique()
-    complete = sweep.groupby("num_reqs").filter(lambda rows: rows["context"].nunique() == contexts)
-    busiest = complete[complete["num_reqs"] == complete["num_reqs"].max()]
-    if len(busiest) < 2:
-        raise ValueError("needs a batch that was run at two contexts at least")
+    busiest = _busiest(sweep)
     slope = np.polyfit(np.log(busiest["context"].astype(float)), np.log(busiest["attention_seconds"].astype(float)), 1)[
         0
     ]
@@ -66,12 +62,41 @@ def decode_attention(sweep: pd.DataFrame, config: ModelConfig, dtype: torch.dtyp
     }
 
 
+def context_slopes(sweep: pd.DataFrame) -> pd.DataFrame:
+    """How attention's time grows from one context to the next at that batch: num_reqs, from, to (tokens), slope of logarithms.
+
+    1 is linear; less is a start that costs more than what follows.
+    """
+    import pandas as pd
+
+    busiest = _busiest(sweep)
+    contexts, seconds = (busiest[name].to_numpy(float) for name in ("context", "attention_seconds"))
+    slope = np.diff(np.log(seconds)) / np.diff(np.log(contexts))
+    return pd.DataFrame(
+        {
+            "num_reqs": int(busiest["num_reqs"].iloc[0]),
+            "from": contexts[:-1].astype(int),
+            "to": contexts[1:].astype(int),
+            "slope": slope,
+        }
+    )
+
+
 def recorded_step(row: pd.Series, graph_seconds: float | None = None, recorded: bool = True) -> dict[str, float]:
     """C38: a step at batch 1, op by op and as the engine runs it (or as a graph plays it, if that time is given)."""
     if row["num_reqs"] != 1:
         raise ValueError(f"the claim is about batch 1, got a step of {row['num_reqs']} requests")
     seconds = row["seconds"] if graph_seconds is None else graph_seconds
     return {"eager_seconds": float(row["eager_seconds"]), "graph_seconds": float(seconds), "recorded": float(recorded)}
+
+
+def _busiest(sweep: pd.DataFrame) -> pd.DataFrame:
+    contexts = sweep["context"].nunique()
+    complete = sweep.groupby("num_reqs").filter(lambda rows: rows["context"].nunique() == contexts)
+    busiest = complete[complete["num_reqs"] == complete["num_reqs"].max()].sort_values("context")
+    if len(busiest) < 2:
+        raise ValueError("needs a batch that was run at two contexts at least")
+    return busiest
 
 
 def _ends(sweep: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
