@@ -173,10 +173,11 @@ def _sorted_filter(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     return torch.empty_like(logits).scatter_(-1, order, ordered)
 
 
-def far_cases(device: torch.device) -> Iterator[Case]:
-    """Kernels on tensors of more than 2³¹ elements; only the first and last rows are compared. Some need 20 GB."""
+def far_cases(device: torch.device, elements: int = PAST_32_BITS) -> Iterator[Case]:
+    """Kernels on tensors of more than so many elements; only the first and last rows are compared. With 2³¹ some need 20 GB."""
     dtype, hidden = torch.bfloat16, 4096
-    rows = PAST_32_BITS // hidden + 8
+    rows = elements // hidden + 8
+    name = f"more than {elements:,} elements"
     ends = lambda x: torch.cat((x[:2], x[-2:]))
     big = lambda *shape: torch.randn(*shape, device=device, dtype=dtype)
 
@@ -194,7 +195,7 @@ def far_cases(device: torch.device) -> Iterator[Case]:
         ]
 
     def silu() -> list[tuple[Tensor, Tensor]]:
-        x = big(PAST_32_BITS // 28672 + 3, 28672)
+        x = big(elements // 28672 + 3, 28672)
         return [(ends(kernel("mlp", "silu_and_mul")(x)), oracles.silu_and_mul(ends(x)))]
 
     def linear() -> list[tuple[Tensor, Tensor]]:
@@ -212,7 +213,7 @@ def far_cases(device: torch.device) -> Iterator[Case]:
         return [(ends(got), oracles.rotary(ends(positions), ends(q), table))]
 
     def cache() -> list[tuple[Tensor, Tensor]]:
-        blocks = PAST_32_BITS // (16 * 8 * 128) + 8
+        blocks = elements // (16 * 8 * 128) + 8
         caches = [torch.zeros(blocks, 16, 8, 128, dtype=dtype, device=device) for _ in range(2)]
         k, v = big(2, 8, 128), big(2, 8, 128)
         slots = torch.tensor([3, blocks * 16 - 1], device=device)
@@ -220,7 +221,7 @@ def far_cases(device: torch.device) -> Iterator[Case]:
         return [(c.view(-1, 8, 128)[slots], x) for c, x in zip(caches, (k, v), strict=True)]
 
     def attention() -> list[tuple[Tensor, Tensor]]:
-        far = [torch.empty_strided((2, 16, 8, 128), (PAST_32_BITS + 16, 1024, 128, 1), dtype=dtype, device=device)
+        far = [torch.empty_strided((2, 16, 8, 128), (elements + 16, 1024, 128, 1), dtype=dtype, device=device)
                for _ in range(2)]  # fmt: skip
         keys, values = big(20, 8, 128), big(20, 8, 128)
         for target, x in zip(far, (keys, values), strict=True):
@@ -231,13 +232,13 @@ def far_cases(device: torch.device) -> Iterator[Case]:
         got = kernel("attention", "paged_attention")(q, *far, table, starts, lens, 128**-0.5)
         return [(got, oracles.attention(q, keys, values, 128**-0.5)[0])]
 
-    def logits(name: str, family: str, *extra: float) -> Callable[[], list[tuple[Tensor, Tensor]]]:
+    def logits(op: str, family: str, *extra: float) -> Callable[[], list[tuple[Tensor, Tensor]]]:
         def run() -> list[tuple[Tensor, Tensor]]:
-            r = PAST_32_BITS // 128_256 + 3
+            r = elements // 128_256 + 3
             x = torch.randn(r, 128_256, device=device)
             more = [torch.full((r,), e, device=device, dtype=torch.int64 if e > 1 else torch.float32) for e in extra]
-            got = kernel(family, name)(x, *more)
-            want = getattr(ops, name).reference(ends(x).cpu(), *(ends(m).cpu() for m in more))
+            got = kernel(family, op)(x, *more)
+            want = getattr(ops, op).reference(ends(x).cpu(), *(ends(m).cpu() for m in more))
             return [(ends(got), want.to(device))]
 
         return run
@@ -246,8 +247,6 @@ def far_cases(device: torch.device) -> Iterator[Case]:
         ("paged_attention", attention), ("reshape_and_cache", cache), ("silu_and_mul", silu), ("rms_norm", norm),
         ("embedding", embedding), ("linear", linear), ("rotary_embedding", rope), ("fused_add_rms_norm", fused),
     ):  # fmt: skip
-        yield Case(op, dtype, "more than 2^31 elements", run)
-    yield Case("greedy_argmax", torch.float32, "more than 2^31 elements", logits("greedy_argmax", "sampling"))
-    yield Case(
-        "apply_top_k_top_p", torch.float32, "more than 2^31 elements", logits("apply_top_k_top_p", "selection", 50, 0.9)
-    )
+        yield Case(op, dtype, name, run)
+    yield Case("greedy_argmax", torch.float32, name, logits("greedy_argmax", "sampling"))
+    yield Case("apply_top_k_top_p", torch.float32, name, logits("apply_top_k_top_p", "selection", 50, 0.9))

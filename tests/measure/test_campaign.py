@@ -14,7 +14,7 @@ import torch
 
 from llmlab.measure import campaign as module
 from llmlab.measure import campaign_correctness as correctness
-from llmlab.measure import measurements, oracles
+from llmlab.measure import campaign_kernels, measurements, oracles
 from llmlab.measure.campaign import Campaign, main
 from llmlab.measure.experiments import roofline
 
@@ -70,6 +70,14 @@ def test_no_interpreter_run_is_clocked(quick: dict[str, Any]) -> None:
 
 def test_findings_hold_the_numbers_of_their_rules(quick: dict[str, Any]) -> None:
     assert {"C14", "C15", "C38"} <= {f["claim"] for f in quick["findings"]}  # validated when the entry was read
+
+
+def test_far_cases_compare_what_they_mean_to() -> None:
+    """The same cases as on a GPU, with far fewer elements: 2^31 of them take tens of gigabytes."""
+    cases = list(campaign_kernels.far_cases(torch.device("cpu"), 1 << 15))
+    assert len(cases) == 10
+    for row in (correctness.check(case, "interpreter") for case in cases):
+        assert row["ok"], row
 
 
 def test_a_wrong_kernel_is_found() -> None:
