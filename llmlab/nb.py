@@ -179,7 +179,12 @@ def key_figure(what: str, value: float, unit: str, *, note: str = "", out: str =
     """
     from llmlab.viz.style import engineering
 
-    shown = f"{100 * value:.0f} %" if unit == "%" else engineering(value, unit)
+    if unit == "%":
+        shown = f"{100 * value:.0f} %"
+    elif unit.startswith("tokens"):
+        shown = f"{float(f'{value:.3g}'):,.10g} {unit}"  # nobody says kilotokens
+    else:
+        shown = engineering(value, unit)
     measured(f"{what}: {shown}" + (f" ({note})" if note else ""))
     if out:
         folder = Path(out) / "key_figures"

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import json
+import re
 
 import nbformat
 import pytest
 
 from llmlab import report
+from llmlab.measure import measurements
+from llmlab.measure.hardware import Ceilings, describe_machine
+
+CEILINGS = Ceilings(
+    machine=describe_machine(),
+    date="2026-01-02T03:04:05+00:00",
+    gemm={"float32": 2e11},
+    read_bandwidth=2e10,
+    copy_bandwidth=2.5e10,
+    beyond_caches=True,
+    levels=(),
+    call_overhead=1e-6,
+    load=0.0,
+)
 
 GOOD = [
     ("markdown", "# A question\n\nWhat is drawn here?"),
     ("code", 'model: str = "none"\nout: str = ""'),
     ("code", "import matplotlib.pyplot as plt\n_ = plt.plot([1, 2])\nplt.show()"),
     ("code", "print('model is', model.split('/')[-1])"),
+    ("code", "from llmlab import nb\n_ = nb.verdict('C04', {'slot': 137}, clocked=False, out=out)"),
+    ("code", "nb.key_figure('decode', 81.3, 'tokens/s', note='one request', out=out)"),
+    ("markdown", "More in [the next one](02_bad.ipynb), where $x_1 < y_1$."),
 ]
 BAD = [("markdown", "# Broken"), ("code", "print('before')\n1 / 0"), ("code", "print('never')")]
 
@@ -39,6 +57,8 @@ def lab(tmp_path, monkeypatch):
     (tmp_path / "some-model" / "config.json").write_text("{}")
     write(tmp_path / "nbs" / "01_good.ipynb", GOOD)
     monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(measurements, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "_ceilings", lambda device: CEILINGS)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -51,12 +71,50 @@ def test_one_self_contained_page(lab):
     assert "data:image/png;base64," in page
     assert 'src="http' not in page
     assert 'href="http' not in page
+    assert "<math" in page and "$x_1" not in page, "formulas are drawn without a network"
     assert "What limits it" in page
     manifest = json.loads((lab / "result" / "manifest.json").read_text())
     assert manifest["notebooks"][0]["name"] == "01_good"
     assert manifest["notebooks"][0]["error"] is None
     assert manifest["versions"]["torch"]
     assert "notebooks/01_good.ipynb" in manifest["files"]
+    assert {"index.html", "claims/C04.json"} <= set(manifest["files"])
+    assert all((lab / "result" / name).is_file() for name in manifest["files"])
+
+
+def test_the_first_page_says_what_was_found(lab):
+    report.build_report(str(lab / "some-model"), device="cpu", out="result")
+    page = (lab / "result" / "index.html").read_text()
+    first = page[: page.index('<h2 id="notebooks">')]
+    assert str(CEILINGS.machine) in first
+    assert "<b>81.3 tokens/s</b>decode" in first
+    assert '<a href="#01_good" title="01_good">C04</a>' in first
+    assert "rule</summary>the engine&#39;s own batch builder gives 137" in first
+    assert re.search(r"\d+ confirmed, .* not measured", first)
+    said = float(re.search(r"this page ([\d.]+) kB", first)[1])
+    assert said == pytest.approx(len(page.encode()) / 1e3, rel=0.02)
+    assert first.index("What this machine is") < first.index("What limits it") < first.index("Verdicts")
+    assert "H100" not in first.split("for comparison")[0], "datasheets are not mixed with what was measured"
+
+
+def test_every_link_works_offline(lab):
+    write(lab / "nbs" / "02_bad.ipynb", BAD)
+    report.build_report(str(lab / "some-model"), device="cpu", out="result")
+    page = (lab / "result" / "index.html").read_text()
+    ids = set(re.findall(r' id="([^"]+)"', page))
+    for link in re.findall(r'href="([^"]+)"', page):
+        assert link[1:] in ids if link.startswith("#") else (lab / "result" / link).is_file(), link
+    assert 'href="#02_bad"' in page[page.index('id="01_good"') :], "a link between notebooks stays inside the page"
+    assert re.search(r'<details class="notebook" id="01_good">', page), "collapsed, as there are several"
+    assert re.search(r'<details class="notebook" id="02_bad" open>', page), "what failed is open"
+
+
+def test_a_kernel_that_dies_fails_its_notebook_only(lab):
+    write(lab / "nbs" / "02_dies.ipynb", [("markdown", "# Dies"), ("code", "import os\nos._exit(3)")])
+    assert report.build_report(str(lab / "some-model"), device="cpu", out="result") == 1
+    page = (lab / "result" / "index.html").read_text()
+    assert "02_dies failed at" in page
+    assert "A question" in page
 
 
 def test_a_failed_notebook_is_shown_and_counted(lab):

@@ -223,11 +223,19 @@ def ceilings_table(device: str | torch.device = "auto", *, datasheets: bool = Tr
 
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    measured = ceilings(device)
-    levels = [level.level for level in measured.levels] or ["memory"]
-    roofs = [measured.roof(dtype, level) for dtype in measured.gemm for level in levels]
-    if datasheets:
-        roofs += [sheet.roof() for sheet in DATASHEETS.values()]
+    measured = roofs_table(ceilings(device))
+    return pd.concat([measured, roofs_table(None)], ignore_index=True) if datasheets else measured
+
+
+def roofs_table(measured: Ceilings | None) -> pd.DataFrame:
+    """Roofs in words and round numbers: those of measured ceilings, or of the datasheets if that is None; never of both."""
+    import pandas as pd
+
+    if measured is None:
+        roofs = [sheet.roof() for sheet in DATASHEETS.values()]
+    else:
+        levels = [level.level for level in measured.levels] or ["memory"]
+        roofs = [measured.roof(dtype, level) for dtype in measured.gemm for level in levels]
     rows = [
         {
             "device": roof.device,
@@ -236,7 +244,7 @@ def ceilings_table(device: str | torch.device = "auto", *, datasheets: bool = Tr
             "TFLOP/s": round(roof.flops / 1e12, 3),
             "GB/s": round(roof.bandwidth / 1e9, 1),
             "ridge (FLOP/byte)": round(roof.ridge, 1),
-            "source": _source(measured) if roof.source == "measured" else "datasheet",
+            "source": "datasheet" if measured is None else _source(measured),
         }
         for roof in roofs
     ]
