@@ -1,0 +1,190 @@
+"""Simulated (or real) serving: what a step's time is made of, load over time, latencies, and what throughput costs in latency.
+
+Tables come from :class:`llmlab.measure.serving.ServingRun`, from a clock's ``parts`` and from :func:`llmlab.simulate.sweep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.patheffects import withStroke
+
+from llmlab.viz.style import MARKERS, SERIES, SOFT, log_axis, new_figure, styled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from llmlab.measure.serving import ServingRun
+
+PARTS = {
+    "linear": ("#44aa99", "", "linear layers"),
+    "attention": ("#cc6677", "//", "attention"),
+    "rest": ("#aa4499", "..", "the rest"),
+    "communication": ("#332288", "xx", "all-reduces"),
+    "overhead": (SOFT, "", "outside of any op"),
+}
+QUANTILES = np.concatenate([np.linspace(0, 0.99, 100), [0.995, 0.999, 1.0]])
+_HALO = [withStroke(linewidth=3, foreground="white")]
+
+
+def latency_table(runs: Mapping[str, ServingRun]) -> pd.DataFrame:
+    """Columns run, latency ("ttft" or "itl"), share, seconds: the quantiles of both latencies."""
+    rows = []
+    for name, run in runs.items():
+        ttft = run.requests["ttft"].quantile(QUANTILES).to_numpy()
+        for latency, seconds in (("ttft", ttft), ("itl", run.itl_quantile(QUANTILES))):
+            rows += [(name, latency, q, s) for q, s in zip(QUANTILES, seconds, strict=True)]
+    return pd.DataFrame(rows, columns=["run", "latency", "share", "seconds"])
+
+
+def load_table(run: ServingRun, points: int = 300) -> pd.DataFrame:
+    """Means over equal stretches of time, weighted by time: num_running, num_waiting, kv_cache_usage, step_seconds.
+
+    A stretch without a step has zeros; of data-parallel copies, requests are summed and shares averaged.
+    """
+    steps, replicas = run.steps, run.steps["replica"].nunique()
+    edges = np.linspace(0.0, steps["time"].max(), points + 1)
+    stretch = np.clip(np.searchsorted(edges, steps["time"], side="left") - 1, 0, points - 1)
+    weights = steps["seconds"].to_numpy()
+    total = np.bincount(stretch, weights, points)
+    columns = {"time": (edges[1:] + edges[:-1]) / 2}
+    for name in ("num_running", "num_waiting", "kv_cache_usage", "seconds"):
+        sums = np.bincount(stretch, weights * steps[name].to_numpy(), points)
+        columns[name] = np.divide(sums, total, out=np.zeros(points), where=total > 0)
+    for name in ("num_running", "num_waiting"):
+        columns[name] *= replicas
+    return pd.DataFrame(columns).rename(columns={"seconds": "step_seconds"})
+
+
+@styled
+def step_figure(parts: pd.DataFrame, title: str) -> Figure:
+    """What a step's time is made of: a bar a row, its index the step in words, columns as in :data:`PARTS`, in seconds."""
+    shown = [name for name in PARTS if parts[name].max() > 0]
+    fig = new_figure(9.5, 1.5 + 0.42 * len(parts))
+    axis = fig.add_subplot()
+    left = np.zeros(len(parts))
+    for name in shown:
+        colour, hatch, label = PARTS[name]
+        width = 1e3 * parts[name].to_numpy()
+        axis.barh(
+            parts.index, width, left=left, color=colour, hatch=hatch, edgecolor="white", linewidth=0.6, label=label
+        )
+        left += width
+    for row, sum_ in enumerate(left):
+        axis.annotate(f"{sum_:.3g}", (sum_, row), (4, 0), textcoords="offset points", va="center", fontsize=9)
+    axis.set_xlim(0, 1.1 * left.max())
+    axis.invert_yaxis()
+    axis.grid(visible=False, axis="y")
+    axis.set_xlabel("step (ms)")
+    axis.set_title(title)
+    axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return fig
+
+
+@styled
+def load_figure(table: pd.DataFrame, title: str) -> Figure:
+    """A run over time, as :func:`load_table` has it: requests running and waiting, KV blocks held, length of a step."""
+    fig = new_figure(9.5, 5.4)
+    top, middle, bottom = fig.subplots(3, 1, sharex=True, height_ratios=[1.5, 1, 1])
+    top.plot(table["time"], table["num_running"], color=SERIES[0], label="running")
+    top.plot(table["time"], table["num_waiting"], color=SERIES[1], linestyle="--", label="waiting")
+    top.set_ylabel("requests")
+    top.set_ylim(bottom=0)
+    top.legend(loc="upper right", ncols=2)
+    top.set_title(title)
+    middle.fill_between(table["time"], 100 * table["kv_cache_usage"], color=SERIES[2], alpha=0.5, linewidth=0)
+    middle.plot(table["time"], 100 * table["kv_cache_usage"], color=SERIES[2])
+    middle.set_ylabel("KV blocks\nheld (%)")
+    middle.set_ylim(bottom=0)
+    bottom.plot(table["time"], 1e3 * table["step_seconds"], color=SERIES[3])
+    bottom.set_ylabel("step (ms)")
+    bottom.set_ylim(bottom=0)
+    bottom.set_xlabel("time (s)")
+    bottom.set_xlim(0, table["time"].max())
+    fig.align_ylabels()
+    return fig
+
+
+@styled
+def latency_figure(table: pd.DataFrame, title: str, slo: Mapping[str, float] | None = None) -> Figure:
+    """Distribution of both latencies, a line a run; ``slo`` may give an objective in seconds for "ttft" and "itl"."""
+    fig = new_figure(10.0, 4.2)
+    axes = fig.subplots(1, 2, sharey=True)
+    words = {"ttft": "arrival to first token (s)", "itl": "between two tokens (s)"}
+    for axis, (latency, label) in zip(axes, words.items(), strict=True):
+        for i, (name, line) in enumerate(table[table["latency"] == latency].groupby("run", sort=False)):
+            style = ("-", "--", "-.", ":")[i % 4]
+            axis.plot(line["seconds"], 100 * line["share"], color=SERIES[i % len(SERIES)], linestyle=style, label=name)
+        if slo and latency in slo:
+            axis.axvline(slo[latency], color=SOFT, linewidth=1.2, linestyle=(0, (1, 1)), label="objective")
+        log_axis(axis, "x")
+        axis.set_xlabel(f"{label}, log")
+        axis.set_ylim(0, 101)
+    axes[0].set_ylabel("share not later (%)")
+    axes[0].set_title(title)
+    axes[1].legend(loc="lower right")
+    return fig
+
+
+@styled
+def tradeoff_figure(
+    table: pd.DataFrame,
+    x: str,
+    y: str,
+    by: str,
+    at: str,
+    *,
+    title: str,
+    labels: Mapping[str, str],
+    limits: Mapping[str, float] | None = None,
+) -> Figure:
+    """A frontier: one line a value of column ``by``, a point a row, the value of ``at`` written beside it.
+
+    Args:
+        labels: words with units for the axes ``x`` and ``y``, for ``by`` (as in "8 GPUs") and for ``at``.
+        limits: an objective for ``x`` or ``y``, drawn as a line.
+    """
+    fig = new_figure(8.8, 5.0)
+    axis = fig.add_subplot()
+    for i, (value, line) in enumerate(table.groupby(by, sort=False)):
+        colour, marker = SERIES[i % len(SERIES)], MARKERS[i % len(MARKERS)]
+        axis.plot(line[x], line[y], color=colour, marker=marker, label=labels[by].format(value))
+        for row in line.itertuples():
+            axis.annotate(f"{getattr(row, at):g}", (getattr(row, x), getattr(row, y)), (6, 4 - 13 * (i % 2)), fontsize=8,
+                          textcoords="offset points", color=colour, path_effects=_HALO)  # fmt: skip
+    for which, column in (("x", x), ("y", y)):
+        log_axis(axis, which)
+        (axis.set_xlabel if which == "x" else axis.set_ylabel)(f"{labels[column]}, log")
+        low, high = table[column].min(), table[column].max()
+        limit = (limits or {}).get(column)
+        if limit is not None:
+            (axis.axvline if which == "x" else axis.axhline)(
+                limit, color=SOFT, linestyle="--", linewidth=1.2, label="objective"
+            )
+            low, high = min(low, limit), max(high, limit)
+        (axis.set_xlim if which == "x" else axis.set_ylim)(low / 1.4, high * 1.5)
+    axis.set_title(title)
+    axis.legend(title=f"at the points: {labels[at]}", loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return fig
+
+
+@styled
+def load_curve_figure(
+    table: pd.DataFrame, x: str, lines: Sequence[str], *, title: str, labels: Mapping[str, str]
+) -> Figure:
+    """Latencies over one swept number: columns ``lines`` (seconds) over column ``x``, on a logarithmic axis of seconds."""
+    fig = new_figure(8.8, 4.4)
+    axis = fig.add_subplot()
+    for i, column in enumerate(lines):
+        axis.plot(table[x], table[column], color=SERIES[i], marker=MARKERS[i], label=labels[column])
+    log_axis(axis, "y", "s")
+    axis.set_xlabel(labels[x])
+    axis.set_ylabel("latency, log")
+    values: Any = table[list(lines)].to_numpy()
+    axis.set_ylim(values.min() / 1.6, values.max() * 1.8)
+    axis.set_title(title)
+    axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return fig
