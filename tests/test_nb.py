@@ -188,3 +188,15 @@ def draw(a):
     path = notebook_at(tmp_path / "a.ipynb", picture, show, "print('the end')")
     assert nb.run_in_place(path, timeout=60) < 60
     assert nbformat.read(path, as_version=4).cells[-1].outputs[0].text == "the end\n"
+
+
+def test_key_figures_are_printed_and_kept_in_order(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    nb.key_figure("decode", 1369.6, "tokens/s", note="32 at a time", out=str(tmp_path))
+    nb.key_figure("copy", 2.5e10, "B/s", out=str(tmp_path))
+    nb.key_figure("of the roof", 0.7, "%", out=str(tmp_path))
+    nb.key_figure("not kept", 1.0, "s")
+    assert lines(capsys)[0] == "[measured] decode: 1,370 tokens/s (32 at a time)"
+    kept = nb.key_figures(tmp_path)
+    assert [figure["value"] for figure in kept] == ["1,370 tokens/s", "25 GB/s", "70 %"]
+    assert kept[0]["note"] == "32 at a time"
+    assert nb.key_figures(tmp_path / "nothing") == []
