@@ -194,3 +194,13 @@ def test_claim_numbers_from_a_sweep() -> None:
         roofline.context_slopes(at_100)
     with pytest.raises(ValueError, match="batch 1"):
         roofline.recorded_step(pd.Series({"num_reqs": 4}))
+
+
+@pytest.mark.gpu
+def test_a_quick_campaign_on_a_gpu(tmp_path: Path) -> None:
+    assert main(["--device", "cuda", "--quick", "--minutes", "5", "--out", str(tmp_path)]) == 0
+    (file,) = tmp_path.iterdir()
+    entry = measurements.read(file)
+    assert {row["how"] for row in entry["correctness"]} == {"gpu"}
+    decodes = [row for row in entry["engine"] if row["query_len"] == 1]
+    assert {row["graph"] for row in decodes} <= {"engine", "captured"}, decodes[0]["graph_error"]
