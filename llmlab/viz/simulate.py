@@ -94,7 +94,7 @@ def load_figure(table: pd.DataFrame, title: str) -> Figure:
     top.set_ylabel("requests")
     top.set_ylim(bottom=0)
     top.legend(loc="upper right", ncols=2)
-    top.set_title(title)
+    fig.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
     middle.fill_between(table["time"], 100 * table["kv_cache_usage"], color=SERIES[2], alpha=0.5, linewidth=0)
     middle.plot(table["time"], 100 * table["kv_cache_usage"], color=SERIES[2])
     middle.set_ylabel("KV blocks\nheld (%)")
@@ -124,7 +124,7 @@ def latency_figure(table: pd.DataFrame, title: str, slo: Mapping[str, float] | N
         axis.set_xlabel(f"{label}, log")
         axis.set_ylim(0, 101)
     axes[0].set_ylabel("share not later (%)")
-    axes[0].set_title(title)
+    fig.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
     axes[1].legend(loc="lower right")
     return fig
 

@@ -106,4 +106,4 @@ def test_bars_add_up_to_the_clock() -> None:
     axis = step_figure(parts, "t").axes[0]
     assert len(axis.containers) == len(PARTS)
     ends = [bar.get_x() + bar.get_width() for bar in axis.containers[-1]]
-    assert ends == pytest.approx(1e3 * parts.sum(axis=1).tolist())
+    assert ends == pytest.approx((1e3 * parts.sum(axis=1)).tolist())
