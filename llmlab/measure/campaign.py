@@ -153,10 +153,14 @@ def run(campaign: Campaign) -> None:
 
 
 def _ceilings(campaign: Campaign) -> None:
-    from llmlab.measure import ceilings
+    from llmlab.measure.ceilings import measure_ceilings
+    from llmlab.measure.hardware import ceilings
 
-    sizes = {"gemm_sizes": (64, 128), "largest_buffer": 4 << 20} if campaign.quick else {}
-    campaign.ceilings = ceilings.measure_ceilings(campaign.machine, campaign.device, **sizes)
+    if campaign.quick:  # no ceilings, and not to be kept
+        small = {"gemm_sizes": (64, 128), "largest_buffer": 4 << 20}
+        campaign.ceilings = measure_ceilings(campaign.machine, campaign.device, **small)
+    else:
+        campaign.ceilings = ceilings(campaign.device, remeasure=True)
     campaign.entry["ceilings"] = campaign.ceilings.to_dict()
 
 

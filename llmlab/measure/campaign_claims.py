@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 import pandas as pd
 import torch
 
-from llmlab import ops
 from llmlab.measure import roofline
 from llmlab.measure.campaign_correctness import paged_batch
 from llmlab.measure.campaign_engine import model_config
@@ -68,23 +67,54 @@ def split_decoding(device: torch.device) -> Numbers:
 
 
 def wide_projections(device: torch.device) -> Numbers:
-    """C18: one wide product against two (gate, up) and three (Q, K, V), Llama-3-8B, a decode of 16, at the least sure value."""
-    config = model_config("llama-3-8b")
-    bound = ops.bind("triton" if device.type == "cuda" else "torch", device)
-    pack = bound.linear_packer()
-    x = torch.randn(16, config.hidden_size, device=device, dtype=torch.bfloat16)
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    gains = {}
-    for name, parts in (("gate_up_gain", [config.intermediate_size] * 2), ("qkv_gain", [q, kv, kv])):
-        rand = lambda rows: pack(torch.randn(rows, config.hidden_size, device=device, dtype=torch.bfloat16))
-        wide, narrow = rand(sum(parts)), [rand(rows) for rows in parts]
-        runs = {
-            "one": lambda w=wide: bound.linear(x, w),
-            "several": lambda ws=narrow: [bound.linear(x, w) for w in ws],
-        }
-        taken = measure_in_turns(runs, device=device, max_seconds=0.5)
-        gains[name] = compare("one", taken["one"], "several", taken["several"]).sure_low
-    return gains
+    """C18: the gain that is sure at every number of tokens, with the weights of a model that suits the device."""
+    from llmlab.measure.experiments.mlp import least_gain, wide_against_narrow
+
+    on_gpu = device.type == "cuda"
+    config, tokens = model_config("llama-3-8b" if on_gpu else "smollm2-135m-instruct"), (1, 16, 64)
+    layers = 2 if on_gpu else 24
+    table = wide_against_narrow(config, tokens, torch.bfloat16, device.type, layers=layers, max_seconds=0.4)
+    return {"gate_up_gain": least_gain(table, "gate/up"), "qkv_gain": least_gain(table, "QKV")}
+
+
+def tiles(device: torch.device) -> Numbers:
+    """C12: the engine's attention against two passes in float64, and how its memory grows."""
+    from llmlab.measure.experiments.attention import growth_exponent, memory_growth
+
+    growth = memory_growth(device=device)
+    ours = growth[growth["way"] == "tiles"]
+    return {
+        "max_error": float(ours["max_error"].max()),
+        "memory_exponent": growth_exponent(ours["length"], ours["bytes"]),
+    }
+
+
+def paged_prefill(device: torch.device) -> Numbers:
+    """C13: the longest prompt of the sweep, and what a second request with the same beginning finds in the cache."""
+    from llmlab import LLM, SamplingParams
+    from llmlab.hub import tiny_model_dir
+    from llmlab.measure.experiments.attention import paged_against_contiguous
+
+    longest = paged_against_contiguous(device=device, max_seconds=0.6).iloc[-1]
+    llm = LLM(str(tiny_model_dir()), device=device.type, dtype="float32", num_kv_blocks=64)
+    shared, greedy = [(7 * i) % 250 for i in range(64)], SamplingParams(temperature=0, max_tokens=4)
+    outputs = [llm.generate([[*shared, end]], greedy, use_tqdm=False)[0] for end in (5, 11)]
+    return {"slowdown": float(longest["slowdown"]), "cached_tokens": outputs[1].num_cached_tokens}
+
+
+def tile_reuse(device: torch.device) -> Numbers:
+    """C37: attention of 512 queries over 8192 keys, against what it could do if each query read its own keys."""
+    from llmlab.measure.experiments.attention import SMOLLM2, sweep_queries
+    from llmlab.measure.hardware import ceilings
+
+    rates = sweep_queries((512,), device=device).iloc[0]
+    limits = ceilings(device)
+    roof = limits.roof("bfloat16", limits.level_holding(rates["kv_bytes"]))
+    return {
+        "rate_over_unamortised": float(
+            rates["flops_per_s"] / roof.bandwidth / (SMOLLM2.num_heads / SMOLLM2.num_kv_heads)
+        )
+    }
 
 
 EXPERIMENTS: tuple[tuple[str, Callable[[torch.device], Numbers], bool], ...] = (
@@ -93,7 +123,10 @@ EXPERIMENTS: tuple[tuple[str, Callable[[torch.device], Numbers], bool], ...] = (
     ("C17", fused_norm, False),
     ("C08", norms, False),
     ("C10", rope_table, False),
-    ("C18", wide_projections, True),
+    ("C12", tiles, False),
+    ("C37", tile_reuse, False),
+    ("C18", wide_projections, False),
+    ("C13", paged_prefill, False),
 )
 """Claim, its experiment, whether that runs on a GPU only."""
 
