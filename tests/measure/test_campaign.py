@@ -16,7 +16,6 @@ from llmlab.measure import campaign as module
 from llmlab.measure import campaign_correctness as correctness
 from llmlab.measure import campaign_kernels, measurements, oracles
 from llmlab.measure.campaign import Campaign, main
-from llmlab.measure.experiments import roofline
 
 ABSENT = (
     "psutil tqdm filelock numba llvmlite gguf xgrammar jupyterlab nbval nbformat nbclient nbconvert papermill IPython ipywidgets "
@@ -160,40 +159,6 @@ def test_arguments_that_make_no_sense(arguments: list[str], capsys: pytest.Captu
     with pytest.raises(SystemExit):
         main(arguments)
     assert "--" in capsys.readouterr().err
-
-
-def test_claim_numbers_from_a_sweep() -> None:
-    rows = [
-        {"num_reqs": b, "context": c, "linear_flops": 2.0 * b, "linear_bytes": 1.0, "linear_seconds": 1.0, "tokens_per_s": b,
-         "attention_flops": 6.0 * b * c, "attention_bytes": 2.0 * b * c, "attention_seconds": 1e-3 * b * c, "other_seconds": 0.0}
-        for b in (1, 4) for c in (100, 200)
-    ]  # fmt: skip
-    sweep = pd.DataFrame(rows)
-    at_100 = sweep[sweep["context"] == 100]
-    assert roofline.batch_lifts(at_100) == pytest.approx(
-        {
-            "batch_gain": 4,
-            "linear_intensity_gain": 4,
-            "linear_rate_gain": 4,
-            "attention_intensity_gain": 1,
-            "attention_rate_gain": 1,
-        }
-    )
-    assert roofline.batching(at_100) == pytest.approx({"throughput_gain": 4, "gain_in_ops": 4 * 1.1 / 1.4})
-    with pytest.raises(ValueError, match="one context"):
-        roofline.batching(sweep)
-    from llmlab.measure.known_models import known_config
-
-    numbers = roofline.decode_attention(sweep, known_config("smollm2-135m-instruct"), torch.bfloat16)
-    assert numbers == pytest.approx(
-        {"predicted_intensity": 3, "least_intensity": 3, "most_intensity": 3, "context_exponent": 1}
-    )
-    slopes = roofline.context_slopes(sweep)
-    assert slopes.to_dict("records") == [{"num_reqs": 4, "from": 100, "to": 200, "slope": pytest.approx(1)}]
-    with pytest.raises(ValueError, match="two contexts"):
-        roofline.context_slopes(at_100)
-    with pytest.raises(ValueError, match="batch 1"):
-        roofline.recorded_step(pd.Series({"num_reqs": 4}))
 
 
 @pytest.mark.gpu
