@@ -15,7 +15,9 @@ from llmlab.hub import tiny_model_dir
 from llmlab.measure.datasheets import DATASHEETS, Roof
 from llmlab.measure.experiments.chunked_prefill import compare_budgets, long_prompt_arrives
 from llmlab.measure.experiments.preemption import (
+    PCIE_GENERATION,
     break_even_link,
+    by_gpu,
     claim_numbers,
     crossover,
     on_paper,
@@ -172,3 +174,14 @@ def test_the_crossover_of_two_power_laws() -> None:
     assert numbers["crossover_context"] == pytest.approx(100)
     assert (numbers["smallest_context"], numbers["largest_context"]) == (16, 1024)
     assert numbers["recompute_seconds"] == table["recompute"][2]
+
+
+def test_every_gpu_is_worked_out_as_one_is() -> None:
+    contexts = [64, 512, 4096]
+    table = by_gpu(LLAMA, contexts, [0, 16], decode_context=512).set_index(["gpu", "decodes"])
+    assert len(table) == 2 * len(PCIE_GENERATION)
+    one = on_paper(LLAMA, H100, pcie_bandwidth(5), contexts, decodes=16, decode_context=512)
+    row = table.loc[("H100 SXM", 16)]
+    assert (row["recompute"], row["swap"]) == (one["recompute"][1], one["swap"][1])
+    assert row["crossover"] == crossover(one)
+    assert table.loc[("H100 SXM", 0), "verdict"] == "refuted", "alone, it has to read all weights even for 64 tokens"

@@ -16,8 +16,9 @@ import numpy as np
 
 from llmlab.config import ModelConfig
 from llmlab.engine.batch import Batch
+from llmlab.measure.claims import claim
 from llmlab.measure.cost import decode_costs, kv_bytes_per_token, least_seconds, prefill_costs, step_costs
-from llmlab.measure.datasheets import Roof
+from llmlab.measure.datasheets import DATASHEETS, Roof
 from llmlab.measure.timer import measure_in_turns
 
 if TYPE_CHECKING:
@@ -133,6 +134,29 @@ def on_paper(
         for context in contexts
     ]
     return pd.DataFrame(rows, columns=["context", "recompute", "swap"])
+
+
+def by_gpu(
+    config: ModelConfig, contexts: Sequence[int], decodes: Sequence[int], *, decode_context: int = 2048
+) -> pd.DataFrame:
+    """On paper, at full rates, for every GPU whose link is known. One row a GPU and number of decodes that recompute rides with:
+
+    gpu, link (bytes/s), decodes, recompute and swap (seconds, at the middle of the contexts), crossover (tokens from which on
+    swapping is faster), verdict (of claim C28, if the contexts were the usual range).
+    """
+    import pandas as pd
+
+    rows = []
+    for gpu, generation in PCIE_GENERATION.items():
+        link = pcie_bandwidth(generation)
+        for count in decodes:
+            table = on_paper(
+                config, DATASHEETS[gpu].roof(), link, contexts, decodes=count, decode_context=decode_context
+            )
+            n = claim_numbers(table)
+            seconds = n["recompute_seconds"], n["swap_seconds"]
+            rows.append((gpu, link, count, *seconds, n["crossover_context"], str(claim("C28").decide(n))))
+    return pd.DataFrame(rows, columns=["gpu", "link", "decodes", "recompute", "swap", "crossover", "verdict"])
 
 
 def crossover(table: pd.DataFrame) -> float:
