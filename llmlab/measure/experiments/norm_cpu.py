@@ -1,4 +1,4 @@
-"""LayerNorm as the engine's RMSNorm kernel would be with a mean and a shift: same loops, same rounding, for comparison only."""
+"""What the engine's norm is compared with, written in the same way: LayerNorm, and the residual addition by itself."""
 
 from __future__ import annotations
 
@@ -70,4 +70,36 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         hidden,
         eps,
     )
+    return out
+
+
+@kernel("qqqq")
+def _add(kind: str) -> Callable[[int], None]:
+    step = simd.LANES * simd.itemsize(kind)
+
+    def body(p: int) -> None:
+        x, y, out, nbytes = arg(p, 0), arg(p, 1), arg(p, 2), arg(p, 3)
+        together = min(max(nbytes // 8, step), 1 << 17) // step * step
+        while True:
+            first = take(p, together)
+            if first >= nbytes:
+                break
+            for i in range(first, min(first + together, nbytes), step):
+                simd.store(kind, out + i, simd.load(kind, x + i) + simd.load(kind, y + i))
+
+    return body
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """``x + y``, contiguous, of one shape and dtype, a multiple of 16 elements. Raises ValueError for anything else."""
+    kind = simd.KINDS.get(x.dtype)
+    alike = kind is not None and x.shape == y.shape and x.dtype == y.dtype and x.is_contiguous() and y.is_contiguous()
+    if not alike or x.numel() % simd.LANES:
+        raise ValueError(
+            f"needs two contiguous tensors alike, of a multiple of {simd.LANES} elements, not {tuple(x.shape)}"
+        )
+    out = empty(x.shape, x.dtype)
+    one: Kernel = _add(kind)
+    run = one.serial if x.numel() < _SERIAL_BELOW else one.parallel
+    run(x.data_ptr(), y.data_ptr(), out.data_ptr(), x.nbytes)
     return out

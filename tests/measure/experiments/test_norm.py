@@ -31,6 +31,18 @@ def test_compiled_layer_norm_refuses_what_it_cannot_take():
         layer_norm(torch.ones(2, 20), torch.ones(20), torch.ones(20), 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 16), (3, 576), (70, 4096)])
+def test_compiled_addition_is_torch_s(dtype, shape):
+    pytest.importorskip("numba")
+    from llmlab.measure.experiments.norm_cpu import add
+
+    x, residual, *_ = norm._inputs(*shape, dtype, torch.device("cpu"))
+    assert torch.equal(add(x, residual), x + residual)
+    with pytest.raises(ValueError, match="alike"):
+        add(x, residual[:, ::2])
+
+
 def test_pairs_are_the_same_two_formulas():
     x, _, weight, bias = norm._inputs(5, 64, torch.float32, torch.device("cpu"))
     for name, (rms, layer) in norm.norm_pairs(torch.device("cpu")).items():
