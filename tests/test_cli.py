@@ -10,7 +10,7 @@ import pytest
 
 from llmlab.cli import main
 
-COMMANDS = ["report", "fetch", "generate", "bench", "doctor", "kernels", "claims"]
+COMMANDS = ["report", "fetch", "generate", "bench", "doctor", "kernels", "claims", "simulate"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -55,6 +55,10 @@ def test_doctor_for_people(capsys):
         (["generate", "hello", "--model", "tiny", "--temperature", "-1"], "temperature"),
         (["bench", "--workloads", "decode7"], "unknown workload 'decode7'"),
         (["bench", "--against", "gpt"], "unknown peer 'gpt'"),
+        (["simulate", "--rate", "-1"], "rate must be positive"),
+        (["simulate", "--hardware", "abacus"], "no single GPU is called 'abacus'"),
+        (["simulate", "--model", "llama-3-70b"], "141.1 GB of weights"),
+        (["simulate", "--trace", "nowhere.csv"], "nowhere.csv"),
         (["report", "--only", "99"], "no notebook is called 99"),
     ],
 )
@@ -86,3 +90,22 @@ def test_importing_llmlab_is_light():
     """``import llmlab`` must not pull in torch: names are imported when they are used."""
     code = "import sys, llmlab; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_simulate_for_people_and_as_json(capsys):
+    argv = ["simulate", "--num-requests", "20", "--rate", "10", "--tensor-parallel-size", "2", "--slo", "1", "0.1"]
+    assert main(argv) == 0
+    shown = capsys.readouterr().out
+    assert "H200 SXM" in shown and "(datasheet)" in shown and "assumed: 70% of peak FLOP/s" in shown
+    assert main([*argv, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["num_requests"] == 20
+    assert figures["within_slo"] == 1.0
+    assert figures["efficiency"]["flops"] == 0.7
+
+
+def test_simulate_a_trace(tmp_path, capsys):
+    file = tmp_path / "trace.csv"
+    file.write_text("arrival,prompt_len,output_len\n0,100,5\n0.5,30,7\n")
+    assert main(["simulate", "--trace", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_requests"] == 2

@@ -41,22 +41,33 @@ def latency_table(runs: Mapping[str, ServingRun]) -> pd.DataFrame:
 
 
 def load_table(run: ServingRun, points: int = 300) -> pd.DataFrame:
-    """Means over equal stretches of time, weighted by time: num_running, num_waiting, kv_cache_usage, step_seconds.
+    """Means over equal stretches of time: num_running, num_waiting, kv_cache_usage (idle time counts as 0), step_seconds.
 
-    A stretch without a step has zeros; of data-parallel copies, requests are summed and shares averaged.
+    Of data-parallel copies, requests are summed and shares averaged.
     """
-    steps, replicas = run.steps, run.steps["replica"].nunique()
-    edges = np.linspace(0.0, steps["time"].max(), points + 1)
-    stretch = np.clip(np.searchsorted(edges, steps["time"], side="left") - 1, 0, points - 1)
-    weights = steps["seconds"].to_numpy()
-    total = np.bincount(stretch, weights, points)
-    columns = {"time": (edges[1:] + edges[:-1]) / 2}
-    for name in ("num_running", "num_waiting", "kv_cache_usage", "seconds"):
-        sums = np.bincount(stretch, weights * steps[name].to_numpy(), points)
-        columns[name] = np.divide(sums, total, out=np.zeros(points), where=total > 0)
-    for name in ("num_running", "num_waiting"):
-        columns[name] *= replicas
-    return pd.DataFrame(columns).rename(columns={"seconds": "step_seconds"})
+    edges = np.linspace(0.0, run.steps["time"].max(), points + 1)
+    width, replicas = edges[1] - edges[0], run.steps["replica"].nunique()
+    areas = dict.fromkeys(("num_running", "num_waiting", "kv_cache_usage", "seconds", "busy"), 0.0)
+    for _, steps in run.steps.groupby("replica"):
+        ends, lengths = steps["time"].to_numpy(), steps["seconds"].to_numpy()
+        corners = np.stack(
+            [ends - lengths, ends], axis=1
+        ).ravel()  # a step holds its values from its beginning to its end
+        for name in areas:
+            values = np.ones(len(steps)) if name == "busy" else steps[name].to_numpy()
+            after = np.cumsum(values * lengths)
+            area = np.stack([after - values * lengths, after], axis=1).ravel()
+            areas[name] = areas[name] + np.diff(np.interp(edges, corners, area))
+    busy = np.maximum(areas["busy"], 1e-12)
+    return pd.DataFrame(
+        {
+            "time": (edges[1:] + edges[:-1]) / 2,
+            "num_running": areas["num_running"] / width,
+            "num_waiting": areas["num_waiting"] / width,
+            "kv_cache_usage": areas["kv_cache_usage"] / width / replicas,
+            "step_seconds": areas["seconds"] / busy,
+        }
+    )
 
 
 @styled
@@ -93,7 +104,7 @@ def load_figure(table: pd.DataFrame, title: str) -> Figure:
     top.plot(table["time"], table["num_waiting"], color=SERIES[1], linestyle="--", label="waiting")
     top.set_ylabel("requests")
     top.set_ylim(bottom=0)
-    top.legend(loc="upper right", ncols=2)
+    top.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.2)
     fig.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
     middle.fill_between(table["time"], 100 * table["kv_cache_usage"], color=SERIES[2], alpha=0.5, linewidth=0)
     middle.plot(table["time"], 100 * table["kv_cache_usage"], color=SERIES[2])
@@ -175,13 +186,17 @@ def tradeoff_figure(
 def load_curve_figure(
     table: pd.DataFrame, x: str, lines: Sequence[str], *, title: str, labels: Mapping[str, str]
 ) -> Figure:
-    """Latencies over one swept number: columns ``lines`` (seconds) over column ``x``, on a logarithmic axis of seconds."""
+    """Latencies over one swept number: columns ``lines`` (seconds, logarithmic) over column ``x`` (so too if it spans far)."""
     fig = new_figure(8.8, 4.4)
     axis = fig.add_subplot()
     for i, column in enumerate(lines):
         axis.plot(table[x], table[column], color=SERIES[i], marker=MARKERS[i], label=labels[column])
     log_axis(axis, "y", "s")
-    axis.set_xlabel(labels[x])
+    wide = table[x].max() > 16 * table[x].min()
+    if wide:
+        log_axis(axis, "x", base=2)
+        axis.set_xticks(table[x], [f"{value:g}" for value in table[x]])
+    axis.set_xlabel(labels[x] + (", log" if wide else ""))
     axis.set_ylabel("latency, log")
     values: Any = table[list(lines)].to_numpy()
     axis.set_ylim(values.min() / 1.6, values.max() * 1.8)
