@@ -117,7 +117,7 @@ def calibration_workloads(llm: LLM, max_num_seqs: int) -> tuple[list[Workload], 
         trace([(0.0, room(n), 1) for n in lengths], vocab_size=vocab_size, seed=100 + i)
         for i, lengths in enumerate(together)
     ]
-    stairs = [(0.0, room(16 + 40 * (i % 5)), 4 + 4 * i) for i in range(max_num_seqs)]
+    stairs = [(0.0, room(16 + 40 * (i % 5)), 5 + 4 * i) for i in range(max_num_seqs)]
     among = synthetic(16, 20.0, Lengths("uniform", 16, room(256)), "uniform:4:24", vocab_size=vocab_size, seed=99)
     return prompts, [trace(stairs, vocab_size=vocab_size, seed=98), among]
 
