@@ -13,7 +13,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from llmlab.measure.plan import Hardware, datasheet_hardware, kv_blocks, shard_c
 from llmlab.measure.serving import Log, ServingRun, merge
 from llmlab.sampling.params import SamplingParams
 from llmlab.workload import Workload
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _last_token_time = attrgetter("last_token_time")
 DUMMY_TOKEN = 0
@@ -196,7 +199,7 @@ def simulate(
     return merge([run(part, clock, scheduler_config, cache_config, **options) for part in copies])
 
 
-def sweep(axes: Mapping[str, list[Any]], **fixed: Any) -> Any:
+def sweep(axes: Mapping[str, list[Any]], **fixed: Any) -> pd.DataFrame:
     """Simulate every combination of the arguments in ``axes``: a DataFrame, one row each, the axes and the summary's figures.
 
     A combination that does not fit has its reason in the column ``error`` and no figures.

@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 NO_PREFIX = -1
+LONGEST = 2**31 - 1
+"""Tokens in any prompt or output, so that no sum of them overflows."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,12 @@ class Lengths:
     def __post_init__(self) -> None:
         if self.kind not in ("constant", "uniform", "lognormal"):
             raise ValueError(f"length distribution must be constant, uniform or lognormal, got {self.kind!r}")
-        if not (math.isfinite(self.first) and self.first >= 1):
-            raise ValueError(f"{self.kind} lengths start at 1 token, got {self.first!r}")
+        if not 1 <= self.first <= LONGEST:
+            raise ValueError(f"{self.kind} lengths start at 1 token and end at {LONGEST}, got {self.first!r}")
         if self.kind == "constant" and self.second:
             raise ValueError(f"constant lengths take one number, got {self.first!r} and {self.second!r}")
-        if self.kind == "uniform" and not (math.isfinite(self.second) and self.second >= self.first):
-            raise ValueError(f"uniform lengths need low <= high, got {self.first!r} and {self.second!r}")
+        if self.kind == "uniform" and not self.first <= self.second <= LONGEST:
+            raise ValueError(f"uniform lengths need low <= high <= {LONGEST}, got {self.first!r} and {self.second!r}")
         if self.kind == "lognormal" and not (math.isfinite(self.second) and self.second >= 0):
             raise ValueError(f"the sigma of lognormal lengths must be at least 0, got {self.second!r}")
         if self.kind != "lognormal" and not float(self.first).is_integer():
@@ -71,8 +73,9 @@ class Lengths:
         elif self.kind == "uniform":
             drawn = rng.integers(int(self.first), int(self.second), count, endpoint=True)
         else:
-            drawn = np.rint(self.first * np.exp(self.second * rng.standard_normal(count))).astype(np.int64)
-        return np.clip(drawn, 1, self.longest)
+            with np.errstate(over="ignore"):
+                drawn = np.rint(self.first * np.exp(self.second * rng.standard_normal(count)))
+        return np.clip(drawn, 1, self.longest or LONGEST).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,8 +199,14 @@ def trace(
     Raises FileNotFoundError for a file that is not there, ValueError naming the row that is wrong.
     """
     if isinstance(rows, (str, Path)):
-        with Path(rows).open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+        path = Path(rows)
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no trace file {path}")
+        try:
+            with path.open(newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not a CSV file: {error}") from error
     table = [_trace_row(i, row) for i, row in enumerate(rows)]
     if not table:
         raise ValueError("the trace holds no request")

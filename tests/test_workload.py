@@ -39,6 +39,19 @@ def test_the_median_of_lognormal_lengths_is_what_was_asked_for() -> None:
     assert np.log(drawn).std() == pytest.approx(0.9, rel=0.03)
 
 
+def test_lengths_without_bounds_do_not_overflow() -> None:
+    drawn = Lengths("lognormal", 1e6, 300.0).sample(np.random.default_rng(0), 1000)
+    assert drawn.min() == 1 and drawn.max() == 2**31 - 1
+
+
+def test_a_trace_that_is_no_file(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no trace file"):
+        trace(tmp_path)
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    with pytest.raises(ValueError, match="is not a CSV file"):
+        trace(tmp_path / "binary")
+
+
 def test_the_same_seed_is_the_same_workload() -> None:
     make = lambda seed: synthetic(50, 3.0, "uniform:5:90", "lognormal:30:1", num_prefixes=3, prefix_len=8, seed=seed)
     a, b, other = make(1), make(1), make(2)
@@ -122,6 +135,8 @@ def test_a_bad_trace_is_refused(rows, message) -> None:
         ({"num_requests": 3, "prompt": "uniform:9:3"}, "low <= high"),
         ({"num_requests": 3, "prompt": "uniform:9"}, "low <= high"),
         ({"num_requests": 3, "prompt": "0"}, "start at 1 token"),
+        ({"num_requests": 3, "prompt": "1e300"}, "end at 2147483647"),
+        ({"num_requests": 3, "prompt": "nan"}, "start at 1 token"),
         ({"num_requests": 3, "prompt": "1.5"}, "whole tokens"),
         ({"num_requests": 3, "output": "lognormal:5:-1"}, "sigma"),
         ({"num_requests": 3, "output": "lognormal:5:1:0"}, "longest"),
