@@ -6,6 +6,7 @@ The simulator's clock is fitted on steps of *other* workloads (:func:`calibrate`
 
 from __future__ import annotations
 
+import argparse
 import time
 from array import array
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from llmlab.measure.clock import CalibratedClock, RooflineClock, StepSample
+from llmlab.measure.clock import CALIBRATED_TERMS, CalibratedClock, RooflineClock, StepSample
 from llmlab.measure.efficiency import PERFECT
 from llmlab.measure.hardware import ceilings
 from llmlab.measure.plan import measured_hardware
@@ -197,3 +198,41 @@ def fit_errors(clock: CalibratedClock, samples: Sequence[StepSample]) -> pd.Data
         for s in samples
     ]
     return pd.DataFrame(rows, columns=["kind", "tokens", "requests", "longest", "measured", "modelled"])
+
+
+def validation_workloads(
+    llm: LLM, num_requests: int, *, longest_output: int = 64, seed: int = 7
+) -> dict[str, Workload]:
+    """Mixed lengths, all at once; and the same kind at random times, at half the rate at which the engine served a third lot."""
+    limit, vocab_size = llm.engine.scheduler.max_num_tokens, llm.config.vocab_size
+    lengths = f"uniform:8:{max(8, min(224, limit // 3))}", f"uniform:6:{max(6, min(longest_output, limit // 4))}"
+    make = lambda i, rate: synthetic(num_requests, rate, *lengths, vocab_size=vocab_size, seed=seed + i)
+    capacity = replay(llm, make(0, np.inf)).run.summary()["requests_per_s"]
+    return {"all at once": make(1, np.inf), "Poisson, half load": make(2, capacity / 2)}
+
+
+def main() -> None:
+    """``python -m llmlab.measure.experiments.simulator``: calibrate, serve for real, simulate, print what holds. A minute."""
+    from llmlab import LLM
+
+    parser = argparse.ArgumentParser(description="Hold the simulator against the real engine on this machine.")
+    parser.add_argument(
+        "--model", default="smollm2-135m-instruct", help="as for llmlab generate (default: %(default)s)"
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
+    parser.add_argument("--max-num-seqs", type=int, default=16, help="requests at once (default: %(default)s)")
+    parser.add_argument("--num-requests", type=int, default=40, help="of each workload (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=2, help="real runs of each workload (default: %(default)s)")
+    args = parser.parse_args()
+    llm = LLM(args.model, device=args.device, max_num_seqs=args.max_num_seqs)
+    clock, samples = calibrate(llm, args.max_num_seqs)
+    errors = fit_errors(clock, samples)
+    off = (errors["modelled"] / errors["measured"] - 1).abs().groupby(errors["kind"]).median()
+    print(f"{len(samples)} steps fitted; median error: decode {off['decode']:.1%}, mixed {off['mixed']:.1%}")
+    print(dict(zip(CALIBRATED_TERMS, clock.weights.round(6).tolist())))
+    table, _ = validate(llm, validation_workloads(llm, args.num_requests), clock, args.repeats)
+    print(table.round({"real": 4, "simulated": 4, "error": 3}).to_string())
+
+
+if __name__ == "__main__":
+    main()

@@ -40,15 +40,16 @@ def test_calibration_sees_every_batch_size_and_both_kinds_of_step(llm: LLM, base
 
 
 def test_validation_compares_like_with_like(llm: LLM, base: RooflineClock) -> None:
-    workload = synthetic(6, prompt="uniform:5:40", output="uniform:2:9", vocab_size=llm.config.vocab_size, seed=1)
+    workloads = experiment.validation_workloads(llm, 6, longest_output=9)
+    assert not workloads["all at once"].arrivals.any() and workloads["Poisson, half load"].arrivals[0] > 0
     clock = CalibratedClock(base, [1e-3, 0, 0, 1, 1, 1])
-    table, runs = experiment.validate(llm, {"a": workload, "b": workload}, clock, repeats=2)
-    assert table.index.get_level_values("workload").unique().tolist() == ["a", "b"]
-    real, simulated = runs["b"]
+    table, runs = experiment.validate(llm, workloads, clock, repeats=2)
+    assert table.index.get_level_values("workload").unique().tolist() == ["all at once", "Poisson, half load"]
+    real, simulated = runs["all at once"]
     same = ["prompt_len", "output_len", "cached_tokens", "preemptions"]
     pd.testing.assert_frame_equal(real.requests[same], simulated.requests[same])
     assert len(real.steps) == len(simulated.steps)
-    row = table.loc[("a", "itl_p50")]
+    row = table.loc[("all at once", "itl_p50")]
     assert row["error"] == pytest.approx(row["simulated"] / row["real"] - 1)
     assert llm.engine.scheduler.schedule.__func__ is type(llm.engine.scheduler).schedule  # nothing of the harness stays
 
