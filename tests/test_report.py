@@ -49,42 +49,64 @@ def write(path, cells) -> None:
     nbformat.write(notebook, path)
 
 
+def make_lab(folder, monkeypatch, notebooks):
+    """A lab with some notebooks and a model directory, where the report looks for them."""
+    (folder / "nbs").mkdir()
+    (folder / "some-model").mkdir()
+    (folder / "some-model" / "config.json").write_text("{}")
+    for name, cells in notebooks.items():
+        write(folder / "nbs" / f"{name}.ipynb", cells)
+    monkeypatch.setattr(report, "ROOT", folder)
+    monkeypatch.setattr(measurements, "ROOT", folder)
+    monkeypatch.setattr(report, "_ceilings", lambda device: CEILINGS)
+    monkeypatch.chdir(folder)
+    return folder
+
+
 @pytest.fixture
 def lab(tmp_path, monkeypatch):
-    """A lab with two notebooks and a model directory, where the report looks for them."""
-    (tmp_path / "nbs").mkdir()
-    (tmp_path / "some-model").mkdir()
-    (tmp_path / "some-model" / "config.json").write_text("{}")
-    write(tmp_path / "nbs" / "01_good.ipynb", GOOD)
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    monkeypatch.setattr(measurements, "ROOT", tmp_path)
-    monkeypatch.setattr(report, "_ceilings", lambda device: CEILINGS)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return make_lab(tmp_path, monkeypatch, {"01_good": GOOD})
 
 
-def test_one_self_contained_page(lab):
-    assert report.build_report(str(lab / "some-model"), device="cpu", out="result") == 0
-    page = (lab / "result" / "index.html").read_text()
+def build(folder, notebooks):
+    """Exit code, page and manifest of a report on these notebooks."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        make_lab(folder, monkeypatch, notebooks)
+        code = report.build_report(str(folder / "some-model"), device="cpu", out="result")
+    page = (folder / "result" / "index.html").read_text()
+    return code, page, json.loads((folder / "result" / "manifest.json").read_text()), folder / "result"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("good"), {"01_good": GOOD})
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """One notebook that runs, one that raises, one whose kernel dies."""
+    dies = [("markdown", "# Dies"), ("code", "import os\nos._exit(3)")]
+    return build(tmp_path_factory.mktemp("mixed"), {"01_good": GOOD, "02_bad": BAD, "03_dies": dies})
+
+
+def test_one_self_contained_page(good):
+    code, page, manifest, folder = good
+    assert code == 0
     assert "A question" in page
     assert "model is some-model" in page
     assert "data:image/png;base64," in page
     assert 'src="http' not in page
     assert 'href="http' not in page
     assert "<math" in page and "$x_1" not in page, "formulas are drawn without a network"
-    assert "What limits it" in page
-    manifest = json.loads((lab / "result" / "manifest.json").read_text())
     assert manifest["notebooks"][0]["name"] == "01_good"
     assert manifest["notebooks"][0]["error"] is None
     assert manifest["versions"]["torch"]
-    assert "notebooks/01_good.ipynb" in manifest["files"]
-    assert {"index.html", "claims/C04.json"} <= set(manifest["files"])
-    assert all((lab / "result" / name).is_file() for name in manifest["files"])
+    assert {"index.html", "claims/C04.json", "notebooks/01_good.ipynb"} <= set(manifest["files"])
+    assert all((folder / name).is_file() for name in manifest["files"])
 
 
-def test_the_first_page_says_what_was_found(lab):
-    report.build_report(str(lab / "some-model"), device="cpu", out="result")
-    page = (lab / "result" / "index.html").read_text()
+def test_the_first_page_says_what_was_found(good):
+    page = good[1]
     first = page[: page.index('<h2 id="notebooks">')]
     assert str(CEILINGS.machine) in first
     assert "<b>81.3 tokens/s</b>decode" in first
@@ -97,33 +119,29 @@ def test_the_first_page_says_what_was_found(lab):
     assert "H100" not in first.split("for comparison")[0], "datasheets are not mixed with what was measured"
 
 
-def test_every_link_works_offline(lab):
-    write(lab / "nbs" / "02_bad.ipynb", BAD)
-    report.build_report(str(lab / "some-model"), device="cpu", out="result")
-    page = (lab / "result" / "index.html").read_text()
+def test_its_findings_can_be_stored(good, tmp_path):
+    entry = measurements.read(measurements.store(measurements.from_report(good[3]), tmp_path))
+    assert [finding["claim"] for finding in entry["findings"]] == ["C04"]
+    assert entry["device"] == CEILINGS.machine.device
+
+
+def test_failed_notebooks_are_shown_and_counted(mixed):
+    code, page, manifest, _ = mixed
+    assert code == 1
+    assert "02_bad failed at cell" in page and "ZeroDivisionError" in page
+    assert "03_dies failed at" in page
+    assert "A question" in page, "one that fails does not take the others with it"
+    assert [bool(notebook["error"]) for notebook in manifest["notebooks"]] == [False, True, True]
+
+
+def test_every_link_works_offline(mixed):
+    _, page, _, folder = mixed
     ids = set(re.findall(r' id="([^"]+)"', page))
     for link in re.findall(r'href="([^"]+)"', page):
-        assert link[1:] in ids if link.startswith("#") else (lab / "result" / link).is_file(), link
+        assert link[1:] in ids if link.startswith("#") else (folder / link).is_file(), link
     assert 'href="#02_bad"' in page[page.index('id="01_good"') :], "a link between notebooks stays inside the page"
-    assert re.search(r'<details class="notebook" id="01_good">', page), "collapsed, as there are several"
-    assert re.search(r'<details class="notebook" id="02_bad" open>', page), "what failed is open"
-
-
-def test_a_kernel_that_dies_fails_its_notebook_only(lab):
-    write(lab / "nbs" / "02_dies.ipynb", [("markdown", "# Dies"), ("code", "import os\nos._exit(3)")])
-    assert report.build_report(str(lab / "some-model"), device="cpu", out="result") == 1
-    page = (lab / "result" / "index.html").read_text()
-    assert "02_dies failed at" in page
-    assert "A question" in page
-
-
-def test_a_failed_notebook_is_shown_and_counted(lab):
-    write(lab / "nbs" / "02_bad.ipynb", BAD)
-    assert report.build_report(str(lab / "some-model"), out="result") == 1
-    page = (lab / "result" / "index.html").read_text()
-    assert "02_bad failed" in page
-    assert "ZeroDivisionError" in page
-    assert "A question" in page
+    assert '<details class="notebook" id="01_good">' in page, "collapsed, as there are several"
+    assert '<details class="notebook" id="02_bad" open>' in page, "what failed is open"
 
 
 def test_a_report_never_overwrites_one(lab):

@@ -109,11 +109,17 @@ class Campaign:
                 torch.cuda.empty_cache()
         self.save()
 
-    def finding(self, claim: str, numbers: Callable[[], dict[str, float]], model: str = "") -> None:
-        """Judge a claim; one whose experiment raises is recorded as a skipped section of its own."""
+    def finding(self, claim: str, numbers: Callable[[], dict[str, float]], model: str = "", load: float = 0.0) -> None:
+        """Judge a claim; one whose experiment raises is recorded as a skipped section of its own.
+
+        ``load``: the highest while what the numbers come from was clocked, if that was before.
+        """
         meter = LoadMeter()
         try:
-            found = judge(claim, numbers(), machine=self.machine.device, model=model, load=meter.share)
+            found = {name: float(value) for name, value in numbers().items()}
+            if not all(map(math.isfinite, found.values())):
+                raise ValueError(f"a number is missing in {found}")
+            finding = judge(claim, found, machine=self.machine.device, model=model, load=max(load, meter.share))
         except OutOfTime:
             raise
         except Exception:
@@ -121,11 +127,7 @@ class Campaign:
             self.entry["sections"].append({"name": claim, "status": "skipped", "seconds": 0.0, "reason": reason})
             self.say(f"          {claim} skipped: {reason.strip().splitlines()[-1]}")
         else:
-            kept = asdict(found)
-            kept["numbers"] = {key: _plain(value) for key, value in found.numbers.items()}
-            if None in kept["numbers"].values():
-                raise ValueError(f"{claim}: a number is missing in {found.numbers}")
-            self.entry["findings"].append(kept)
+            self.entry["findings"].append(asdict(finding))
         self.tick()
 
 
@@ -229,8 +231,8 @@ def _step_claims(campaign: Campaign, model: str, drivers: dict[str, Any]) -> str
         32 if campaign.quick else 2048 if campaign.device.type == "cuda" else 512, drivers[model].max_model_len
     )
     campaign.finding("C14", lambda: campaign_claims.bound_by(drivers[model], _need_ceilings(campaign), length), model)
-    for claim, numbers in campaign_claims.from_steps(pd.DataFrame(campaign.entry["engine"]), model):
-        campaign.finding(claim, numbers, model)
+    for claim, numbers, load in campaign_claims.from_steps(pd.DataFrame(campaign.entry["engine"]), model):
+        campaign.finding(claim, numbers, model, float(load))
     return None
 
 

@@ -131,20 +131,22 @@ EXPERIMENTS: tuple[tuple[str, Callable[[torch.device], Numbers], bool], ...] = (
 """Claim, its experiment, whether that runs on a GPU only."""
 
 
-def from_steps(table: pd.DataFrame, model: str) -> Iterator[tuple[str, Callable[[], Numbers]]]:
-    """Claims that rows of the table ``engine`` decide, each with a function of the numbers."""
+def from_steps(table: pd.DataFrame, model: str) -> Iterator[tuple[str, Callable[[], Numbers], float]]:
+    """Claims that rows of the table ``engine`` decide: claim, a function of the numbers, and the highest load of those rows."""
     decodes = table[(table["model"] == model) & (table["query_len"] == 1)] if len(table) else table
     if decodes.empty:
         return
     context = decodes.groupby("context")["num_reqs"].nunique().idxmax()
     batches = decodes[decodes["context"] == context]
-    yield "C01", lambda: steps.batching(batches)
-    yield "C15", lambda: steps.batch_lifts(batches)
-    yield "C16", lambda: steps.decode_attention(_complete(decodes), model_config(model), torch.bfloat16)
+    yield "C01", lambda: steps.batching(batches), batches["load"].max()
+    yield "C15", lambda: steps.batch_lifts(batches), batches["load"].max()
+    longer = _complete(decodes)
+    yield "C16", lambda: steps.decode_attention(longer, model_config(model), torch.bfloat16), longer["load"].max()
     alone = decodes[decodes["num_reqs"] == 1].iloc[0]
     graph = alone.get("graph_seconds")
     has_graph = graph is not None and graph == graph
-    yield "C38", lambda: steps.recorded_step(alone, graph if has_graph else alone["eager_seconds"], has_graph)
+    played = graph if has_graph else alone["eager_seconds"]
+    yield "C38", lambda: steps.recorded_step(alone, played, has_graph), alone["load"]
 
 
 def _complete(decodes: pd.DataFrame) -> pd.DataFrame:

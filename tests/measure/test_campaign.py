@@ -144,14 +144,22 @@ def test_a_row_without_its_columns_is_refused(empty: Campaign) -> None:
         empty.add("kernels", {"op": "x"})
 
 
+def test_a_finding_from_rows_clocked_on_a_busy_machine_is_not_decided(empty: Campaign) -> None:
+    empty.finding("C10", lambda: {"speedup": 1.3}, load=0.5)
+    empty.finding("C10", lambda: {"speedup": 1.3})
+    assert [f["load"] for f in empty.entry["findings"]] == [0.5, 0.0]
+
+
 def test_an_experiment_that_raises_is_skipped_with_its_reason(empty: Campaign) -> None:
     def missing() -> dict[str, float]:
         raise ImportError("no such package")
 
     empty.finding("C31", missing)
+    empty.finding("C10", lambda: {"speedup": float("nan")})
     empty.finding("C04", lambda: {"slot": 137})
     assert [f["claim"] for f in empty.entry["findings"]] == ["C04"]
     assert "no such package" in empty.entry["sections"][0]["reason"]
+    assert "a number is missing" in empty.entry["sections"][1]["reason"]
 
 
 @pytest.mark.parametrize("arguments", [["--minutes", "0"], ["--quick", "--store"]])
