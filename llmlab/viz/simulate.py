@@ -163,8 +163,9 @@ def tradeoff_figure(
     for i, (value, line) in enumerate(table.groupby(by, sort=False)):
         colour, marker = SERIES[i % len(SERIES)], MARKERS[i % len(MARKERS)]
         axis.plot(line[x], line[y], color=colour, marker=marker, label=labels[by].format(value))
+        offset, side = ((6, 4), "left") if i % 2 == 0 else ((-6, 4), "right")
         for row in line.itertuples():
-            axis.annotate(f"{getattr(row, at):g}", (getattr(row, x), getattr(row, y)), (6, 4 - 13 * (i % 2)), fontsize=8,
+            axis.annotate(f"{getattr(row, at):g}", (getattr(row, x), getattr(row, y)), offset, ha=side, fontsize=8,
                           textcoords="offset points", color=colour, path_effects=_HALO)  # fmt: skip
     for which, column in (("x", x), ("y", y)):
         log_axis(axis, which)
