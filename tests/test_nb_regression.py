@@ -7,6 +7,7 @@ once, by the flags in the Makefile; then exactly the planted cell must have fail
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import re
@@ -113,7 +114,11 @@ def plant(notebook: Any) -> tuple[Any, int]:
 
 @pytest.fixture(scope="module")
 def planted() -> dict[str, tuple[Any, int]]:
-    return {path.stem: plant(nbformat.read(path, as_version=4)) for path in NOTEBOOKS}
+    found = {}
+    for path in NOTEBOOKS:
+        with contextlib.suppress(ValueError):
+            found[path.stem] = plant(nbformat.read(path, as_version=4))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +131,7 @@ def outcomes(planted: dict[str, tuple[Any, int]], tmp_path_factory: pytest.TempP
 def test_a_planted_digit_is_caught_and_clocked_ones_are_not(
     name: str, planted: dict[str, tuple[Any, int]], outcomes: dict[str, list[Outcome]]
 ) -> None:
+    assert name in planted, "no cell prints a number that is compared: nothing in this notebook is checked"
     _, number = planted[name]
     *before, last = outcomes[name]
     assert len(before) == number
