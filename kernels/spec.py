@@ -130,6 +130,8 @@ def case_from_launch(
             constexprs[param.name] = value
             continue
         kind, aligned = _specialise(value)
+        if param.annotation_type and not isinstance(value, torch.Tensor):  # what a kernel declares is what it gets
+            kind, aligned = param.annotation_type, aligned and param.annotation_type[:2] not in ("u1", "fp", "bf")
         if kind == "constexpr" and not param.do_not_specialize:
             constexprs[param.name] = value
             continue

@@ -24,8 +24,9 @@ arrays (``builder``); pointers know the tensor they came from (``memory``). Prog
 
 What it does not see: the compiler. Its shared-memory pipelines and barriers, its approximate instructions (``ex2.approx``, the
 contraction of a*b+c) and its order of summation are its own; compile every kernel too (``llmlab.measure.static_report``) and give
-comparisons a tolerance. A program that waits for a later one never ends (``Checks.max_trips`` stops it). Inline assembly,
-``extern`` calls, ``dot_scaled``, block pointers and ``map_elementwise`` are refused.
+comparisons a tolerance. A program that waits for a later one never ends (``Checks.max_trips`` stops it). Pointers read from
+memory are followed only into tensors that are arguments too. Inline assembly, ``libdevice`` and other ``extern`` calls,
+``dot_scaled``, block pointers and ``map_elementwise`` are refused.
 
 Threads: a run keeps its state to itself, so that several may go on at once, also one inside another; ``checked`` holds for the
 thread (or asyncio task) that opened it. Versions: see ``versions.SUPPORTED_TRITON``; another one raises UnsupportedTritonError.
@@ -42,6 +43,7 @@ from llmlab.interpreter.checks import KINDS, Checks, Finding, KernelFindings
 from llmlab.interpreter.executor import KernelError, bind, normalise_grid, run_unchecked, unwrap_kernel
 from llmlab.interpreter.memory import MemoryAccessError
 from llmlab.interpreter.runtime import UnboundedLoopError
+from llmlab.interpreter.translate import UntranslatableError
 from llmlab.interpreter.versions import SUPPORTED_TRITON, UnsupportedTritonError, require_supported_triton
 
 
@@ -77,7 +79,8 @@ def run(kernel: Any, grid: Any, *args: Any, checks: Checks | None = None, **kwar
     mean nothing here. ``checks`` defaults to those of the enclosing ``checked()``, and to none outside it. Returns the findings.
 
     Raises ValueError for arguments that do not fit the kernel or lie on another device, KernelError (with the cause) when the
-    kernel itself fails, KernelFindings where ``checked(raise_on_findings=True)`` asks for it.
+    kernel itself fails (what was found by then is noted on it), UntranslatableError for Python that is not in Triton's language,
+    KernelFindings where ``checked(raise_on_findings=True)`` asks for it.
     """
     checking = _checking.get()
     if checks is None:
@@ -88,7 +91,12 @@ def run(kernel: Any, grid: Any, *args: Any, checks: Checks | None = None, **kwar
     require_supported_triton()
     plain, kwargs = unwrap_kernel(kernel, args, kwargs)
     values = bind(plain, args, kwargs)
-    findings = run_with_checks(plain, normalise_grid(grid, values), values, checks)
+    try:
+        findings = run_with_checks(plain, normalise_grid(grid, values), values, checks)
+    except KernelError as error:
+        if checking is not None:
+            checking.findings.extend(error.findings)
+        raise
     if checking is not None:
         checking.findings.extend(findings)
         if checking.raise_on_findings and findings:
@@ -105,6 +113,7 @@ __all__ = [
     "KernelFindings",
     "MemoryAccessError",
     "UnboundedLoopError",
+    "UntranslatableError",
     "UnsupportedTritonError",
     "checked",
     "run",

@@ -119,5 +119,11 @@ class NumpyBuilder(Arithmetic, Accesses, InterpreterBuilder):
         kept = kept[(kept >= 0) & (kept < bins)].astype(np.int64)
         return Handle(np.bincount(kept, minlength=bins).astype(np.int32), INT32)
 
+    def create_inline_asm(self, *_: Any) -> None:
+        raise NotImplementedError("inline assembly runs on a GPU only")
+
+    def create_extern_elementwise(self, _: Any, __: Any, symbol: str, *___: Any) -> None:
+        raise NotImplementedError(f"the device function {symbol!r} exists on a GPU only; tl.math has portable ones")
+
     def create_make_block_ptr(self, *_: Any) -> None:
         raise NotImplementedError("block pointers are gone from triton 3.8 on; use pointers or a tensor descriptor")

@@ -1,17 +1,20 @@
 """The checked run: the same arithmetic, with every access and every operation that can go wrong looked at."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton._C.libtriton import ir
 
 from llmlab.interpreter import reduction, rounding
 from llmlab.interpreter.builder import NumpyBuilder
 from llmlab.interpreter.checks import Checks, Collector
 from llmlab.interpreter.handle import Handle
-from llmlab.interpreter.memory import REGISTER_TYPE, STORAGE_TYPE, Access, Region, gather, scatter
+from llmlab.interpreter.memory import NO_ORIGIN, REGISTER_TYPE, STORAGE_TYPE, Access, Region, gather, scatter
+from llmlab.interpreter.ordering import Synchronisation
 from llmlab.interpreter.races import GridAccesses, ProgramOrder
 from llmlab.interpreter.runtime import Runtime, unwrap
 
@@ -37,12 +40,17 @@ class CheckedBuilder(NumpyBuilder):
         self.collector = collector
         self.order = ProgramOrder(collector)
         self.grid = GridAccesses()
+        self.synchronisation = Synchronisation()
+        self.atomically = False  # inside a load or store that is an atomic (or volatile) one
         self.undo: list[Written] = []  # in the order of the stores
         self.keep_undo = False
+        self.handed_out_poison = False  # whether this program loaded integers under a mask without `other`
 
     def start_program(self, program: tuple[int, int, int]) -> None:
         self.collector.program = program
+        self.handed_out_poison = False
         self.order.barrier()
+        self.synchronisation.start_program(len(self.grid.events))
 
     def program_number(self) -> int:
         x, y, z = self.grid_idx
@@ -59,7 +67,7 @@ class CheckedBuilder(NumpyBuilder):
         region = pointers.region
         if region is None:
             if on.any():
-                self.collector.report(f"out-of-bounds-{what}", "through a pointer that comes from no tensor argument")
+                self.collector.report(f"out-of-bounds-{what}", f"through a pointer that {NO_ORIGIN}")
             return Access(
                 None, np.zeros(1, dtype), np.zeros(addresses.shape, np.int64), np.zeros(addresses.shape, bool)
             )
@@ -104,7 +112,15 @@ class CheckedBuilder(NumpyBuilder):
             self.undo.append(Written(access.region, access.elements, flat, access.elements[flat]))
         addresses = flat.astype(np.uint64) * np.uint64(access.elements.itemsize) + np.uint64(access.region.base)
         if self.checks.races:
-            self.grid.add(kind, addresses, self.program_number(), self.collector.place())
+            self.grid.add(
+                "atomic" if self.atomically else kind,
+                addresses,
+                access.elements.itemsize,
+                access.region.base,
+                self.program_number(),
+                self.collector.place(),
+                self.synchronisation.clock,
+            )
         if self.checks.barriers and kind != "atomic":
             note = self.order.load if kind == "load" else self.order.store
             note(addresses, lanes, access.index.size, access.region.name)
@@ -117,6 +133,7 @@ class CheckedBuilder(NumpyBuilder):
             fill: Any = other.data
         else:
             fill = self._poison(element) if self.checks.poison else None
+            self.handed_out_poison |= fill is not None and access.mask is not None and element.is_int()
         return Handle(gather(access, element, fill), element)
 
     def _poison(self, element: tl.dtype) -> Any:
@@ -167,8 +184,58 @@ class CheckedBuilder(NumpyBuilder):
             Handle(pointers.data, pointers.dtype, access.region), good, op, value, by_lane
         )
 
+    def create_load(self, pointers: Handle, *rest: Any) -> Handle:
+        with self._volatile(rest):
+            return super().create_load(pointers, *rest)
+
+    def create_masked_load(self, pointers: Handle, mask: Any, other: Any, *rest: Any, **named: Any) -> Handle:
+        with self._volatile(rest):
+            return super().create_masked_load(pointers, mask, other, *rest, **named)
+
+    @contextmanager
+    def _volatile(self, rest: tuple[Any, ...]) -> Iterator[None]:
+        """A volatile load is the hardware's relaxed one: it may meet another program's atomics."""
+        outer, self.atomically = self.atomically, self.atomically or (bool(rest) and rest[-1] is True)
+        try:
+            yield
+        finally:
+            self.atomically = outer
+
+    def create_atomic_rmw(self, op: Any, pointers: Handle, value: Handle, mask: Handle, *rest: Any) -> Handle:
+        with self._synchronising(pointers, mask, rest):
+            return super().create_atomic_rmw(op, pointers, value, mask, *rest)
+
+    def create_atomic_cas(self, pointers: Handle, expected: Handle, value: Handle, *rest: Any) -> Handle:
+        with self._synchronising(pointers, None, rest):
+            return super().create_atomic_cas(pointers, expected, value, *rest)
+
+    def create_atomic_load(self, pointers: Handle, mask: Handle, *rest: Any) -> Handle:
+        with self._synchronising(pointers, mask, rest):
+            return super().create_atomic_load(pointers, mask, *rest)
+
+    def create_atomic_store(self, pointers: Handle, value: Handle, mask: Handle, *rest: Any) -> None:
+        with self._synchronising(pointers, mask, rest):
+            super().create_atomic_store(pointers, value, mask, *rest)
+
+    @contextmanager
+    def _synchronising(self, pointers: Handle, mask: Handle | None, rest: tuple[Any, ...]) -> Iterator[None]:
+        """A scalar atomic orders programs, by its semantics, which stand among ``rest``."""
+        scalar = pointers.data.size == 1 and (mask is None or bool(mask.data.all()))
+        semantics = next((value for value in rest if isinstance(value, ir.MEM_SEMANTIC)), None) if scalar else None
+        address = int(pointers.data.reshape(-1)[0]) if scalar else 0
+        outer, self.atomically = self.atomically, True
+        if semantics in (ir.MEM_SEMANTIC.ACQUIRE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE):
+            self.synchronisation.acquire(address)
+        try:
+            yield
+        finally:
+            self.atomically = outer
+        if semantics in (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE):
+            self.synchronisation.release(address, self.program_number(), len(self.grid.events))
+
     def create_barrier(self, *_: Any) -> None:
         self.order.barrier()
+        self.synchronisation.barrier(len(self.grid.events))
 
     # -- arithmetic
 
@@ -191,7 +258,7 @@ class CheckedBuilder(NumpyBuilder):
                 wrong = wrong & (a != POISON_INT) & (b != POISON_INT)  # garbage in a masked lane may grow
             if wrong.any():
                 worst = exact[wrong].reshape(-1)[0]
-                self.collector.report("int-overflow", f"{name} in {lhs.dtype} reaches {worst:.0f}")
+                self.report_overflow(f"{name} in {lhs.dtype} reaches {worst:.0f}")
         return out
 
     def create_cast(self, arg: Handle, src: tl.dtype, dst: tl.dtype, rounding_mode: Any) -> Handle:
@@ -203,8 +270,15 @@ class CheckedBuilder(NumpyBuilder):
             elif arg.data.dtype.kind == "i" and out.data.dtype.kind == "i" and out.data.itemsize < arg.data.itemsize:
                 wrong = (out.data != arg.data) & (arg.data != POISON_INT)
                 if wrong.any():
-                    self.collector.report("int-overflow", f"{int(arg.data[wrong].reshape(-1)[0])} does not fit {dst}")
+                    self.report_overflow(f"{int(arg.data[wrong].reshape(-1)[0])} does not fit {dst}")
         return out
+
+    def report_overflow(self, message: str) -> None:
+        if (
+            self.handed_out_poison
+        ):  # what is computed from it may leave the range too, and harms no one if it is masked again
+            message += "; perhaps computed from a masked lane that an integer load gave no `other`"
+        self.collector.report("int-overflow", message)
 
     def divisor(self, rhs: Handle) -> None:
         if self.checks.overflow and rhs.data.dtype.kind in "iu" and (rhs.data == 0).any():
@@ -269,12 +343,19 @@ class CheckedRuntime(Runtime):
             if checks.overflow and first.handle.data.dtype.kind == "i":
                 exact = reduction.exact_sum(first, unwrap(axis))
                 if (np.asarray(exact).reshape(-1) != result.handle.data.reshape(-1)).any():
-                    collector.report("int-overflow", f"tl.sum in {first.dtype} reaches {int(np.abs(exact).max())}")
+                    self.builder.report_overflow(f"tl.sum in {first.dtype} reaches {int(np.abs(exact).max())}")
         self.builder.order.synchronised()
         return result
 
     def associative_scan(self, input: Any, axis: Any, combine_fn: Any, reverse: Any = False) -> Any:
         result = super().associative_scan(input, axis, combine_fn, reverse)
+        if combine_fn in reduction.SUM and self.builder.checks.overflow:
+            first = input[0] if isinstance(input, (tuple, tl.core.tuple)) else input
+            if first.handle.data.dtype.kind == "i":
+                exact = reduction.exact_cumsum(first, unwrap(axis), bool(unwrap(reverse)))
+                got = result[0] if isinstance(result, (tuple, tl.core.tuple)) else result
+                if (exact != got.handle.data).any():
+                    self.builder.report_overflow(f"tl.cumsum in {first.dtype} reaches {int(np.abs(exact).max())}")
         self.builder.order.synchronised()
         return result
 

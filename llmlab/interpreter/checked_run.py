@@ -8,7 +8,7 @@ from triton.runtime.jit import JITFunction
 
 from llmlab.interpreter.checked import CheckedBuilder, CheckedRuntime, Written
 from llmlab.interpreter.checks import Checks, Collector, Finding
-from llmlab.interpreter.executor import convert_arguments, execute
+from llmlab.interpreter.executor import KernelError, convert_arguments, execute
 from llmlab.interpreter.memory import Region
 
 
@@ -22,8 +22,14 @@ def run_with_checks(
     if shuffled:
         order = list(range(total))
         random.Random(checks.order_seed).shuffle(order)
+        if order == sorted(order):  # two programs, half of the time: then the other way round
+            order.reverse()
     collector = Collector(kernel.__name__, set())
-    builder = _run(kernel, grid, values, checks, collector, order, keep_undo=shuffled)
+    try:
+        builder = _run(kernel, grid, values, checks, collector, order, keep_undo=shuffled)
+    except KernelError as error:
+        error.after(collector.findings())
+        raise
     if not checks.races:
         return collector.findings()
 
@@ -31,7 +37,8 @@ def run_with_checks(
         x, rest = divmod(number, grid[1] * grid[2])
         return (x, *divmod(rest, grid[2]))
 
-    shared = builder.grid.report(collector, lambda address: _name(builder.regions, address), program_of)
+    name_of = lambda address: _name(builder.regions, address)
+    shared = builder.grid.report(collector, name_of, program_of, builder.synchronisation.met)
     if shared and shuffled:
         _compare_orders(kernel, grid, values, checks, collector, builder.undo)
     return collector.findings()

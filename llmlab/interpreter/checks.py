@@ -11,7 +11,8 @@ class Checks:
 
     ``bounds``: every address lies in the view that its pointer came from. ``poison``: a masked lane read without ``other``
     holds NaN (floats) or a huge number (integers) instead of a tame 0. ``overflow``: signed integers and float16 stay in range,
-    no integer is divided by 0. ``races``: no two programs touch one address, unless both read or both use atomics.
+    no integer is divided by 0. ``races``: no two programs touch one address, unless both read, both use atomics (a volatile load
+    counts as one), or atomics order them, as a lock does.
     ``barriers``: a program that reads what it stored, or stores what other lanes of it read, has a ``tl.debug_barrier``
     between; one store gives one address one value. ``sums``: no ``tl.sum`` accumulates in 16 bits. ``hints``: ``multiple_of``,
     ``max_contiguous`` and ``max_constancy`` tell the truth. ``tf32``: ``tl.dot`` rounds float32 operands to TF32 where the
@@ -40,7 +41,7 @@ KINDS = {
     "out-of-bounds-load": "a lane that is on reads outside the tensor view its pointer came from",
     "out-of-bounds-store": "a lane that is on writes outside the tensor view its pointer came from",
     "out-of-bounds-atomic": "an atomic outside the tensor view its pointer came from",
-    "int-overflow": "a signed integer operation or cast leaves the range of its type",
+    "int-overflow": "a signed sum, difference, product, scan or cast leaves the range of its type (a shift may)",
     "int-division-by-zero": "an integer is divided by zero",
     "fp16-overflow": "a float16 operation, or a cast to float16, makes an infinity of finite numbers",
     "write-write-race": "two programs store to one address",

@@ -1,7 +1,8 @@
 """Runs a kernel over its grid: arguments in, one program after another."""
 
+import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from llmlab.interpreter.builder import NumpyBuilder
+from llmlab.interpreter.checks import Finding
 from llmlab.interpreter.handle import Handle
 from llmlab.interpreter.memory import Region, triton_type
 from llmlab.interpreter.runtime import Runtime, unwrap
@@ -23,9 +25,22 @@ COMPILE_OPTIONS = frozenset(
     "launch_cooperative_grid ir_override debug sanitize_overflow arch".split()
 )
 
+GRID_LIMITS = (2**31 - 1, 65535, 65535)  # CUDA programming guide, technical specifications of every compute capability
+
 
 class KernelError(RuntimeError):
-    """A kernel failed in the interpreter; the message says where (source line and program), ``__cause__`` says why."""
+    """A kernel failed in the interpreter; the message says where (source line and program), ``__cause__`` says why.
+
+    ``findings`` holds what the checks had found by then: often the cause of the failure.
+    """
+
+    findings: tuple[Finding, ...] = ()
+
+    def after(self, findings: Iterable[Finding]) -> None:
+        """Note what had been found before the failure."""
+        self.findings = tuple(findings)
+        for finding in self.findings:
+            self.add_note(f"found before: {finding}")
 
 
 def unwrap_kernel(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[JITFunction, dict[str, Any]]:
@@ -62,21 +77,29 @@ class Arguments:
         self.runtime = runtime
         self.regions: list[Region] = []
 
-    def convert(self, name: str, value: Any, specialise: bool = True) -> Any:
+    def convert(self, name: str, value: Any, specialise: bool = True, annotation: str = "") -> Any:
+        """``annotation``: the type that the kernel declares for a number ("i64"), which is then the one it gets."""
         if isinstance(value, torch.Tensor):
             return self._pointer(name, value)
-        if isinstance(value, bool):
-            return Tensor(Handle(np.array([value]), tl.int1), tl.int1)
-        if isinstance(value, int):
-            # The launcher compiles an integer argument that is 1 into the kernel, as a constant.
-            return 1 if specialise and value == 1 else self.runtime.semantic.to_tensor(value)
-        if isinstance(value, float):
-            return Tensor(Handle(np.array([value], np.float32), tl.float32), tl.float32)
+        if isinstance(value, (bool, int, float)):
+            if annotation and not annotation.startswith("*"):
+                return self._number(name, value, _declared_type(annotation))
+            if specialise and value == 1 and type(value) is int:
+                return 1  # the launcher compiles an integer argument that is 1 into the kernel, as a constant
+            return self._number(name, value, _number_type(value))
         if isinstance(value, tuple):
             return tuple(self.convert(f"{name}[{i}]", item, specialise) for i, item in enumerate(value))
         if isinstance(getattr(value, "base", None), torch.Tensor) and hasattr(value, "block_shape"):
             return self._descriptor(name, value)
         return unwrap(value)
+
+    def _number(self, name: str, value: Any, dtype: tl.dtype) -> Tensor:
+        if isinstance(value, float) and not dtype.is_floating():
+            raise ValueError(f"{name!r} is declared {dtype} and cannot be {value}")
+        try:
+            return Tensor(self.runtime.builder.create_constant(value, dtype), dtype)
+        except OverflowError:
+            raise ValueError(f"{name!r} = {value} does not fit {dtype}") from None
 
     def _pointer(self, name: str, tensor: torch.Tensor) -> Tensor:
         if tensor.device.type != "cpu":
@@ -96,12 +119,32 @@ class Arguments:
         return semantic.make_tensor_descriptor(self._pointer(name, value.base), shape, strides, block_shape, padding)
 
 
+def _number_type(value: Any) -> tl.dtype:
+    """What the launcher makes of a number: an integer that needs more than 32 bits is int64, from 2^63 on uint64."""
+    if isinstance(value, bool):
+        return tl.int1
+    if isinstance(value, float):
+        return tl.float32
+    if -(2**31) <= value < 2**31:
+        return tl.int32
+    return tl.int64 if value < 2**63 else tl.uint64
+
+
+def _declared_type(annotation: str) -> tl.dtype:
+    """The scalar type of a parameter's annotation as Triton normalises it: "i64", "u32", "fp64", "bf16", "u1"."""
+    name = "int1" if annotation in ("u1", "i1") else re.sub(r"^(u?)i?(\d)", r"\1int\2", annotation)
+    return tl.dtype(name)
+
+
 def normalise_grid(grid: Any, values: dict[str, Any]) -> tuple[int, int, int]:
-    """A grid (tuple, or function of the arguments) as three sizes; ValueError when there are more, or one is negative."""
+    """A grid (tuple, or function of the arguments) as three sizes; ValueError when there are more, one is negative, or a GPU
+    would refuse it."""
     sizes = grid(values) if callable(grid) else grid
     sizes = tuple(int(size) for size in (sizes if isinstance(sizes, (tuple, list)) else (sizes,)))
     if not 1 <= len(sizes) <= 3 or any(size < 0 for size in sizes):
         raise ValueError(f"a grid has one to three sizes of at least 0, not {sizes}")
+    if any(size > limit for size, limit in zip(sizes, GRID_LIMITS)):
+        raise ValueError(f"a GPU launches grids of up to {GRID_LIMITS} programs, not {sizes}")
     return (*sizes, *(1,) * (3 - len(sizes)))
 
 
@@ -160,5 +203,6 @@ def convert_arguments(
         if param.is_constexpr:
             converted[param.name] = unwrap(value)
         else:
-            converted[param.name] = own(arguments.convert(param.name, value, not param.do_not_specialize))
+            value = arguments.convert(param.name, value, not param.do_not_specialize, param.annotation_type)
+            converted[param.name] = own(value)
     return converted, arguments.regions

@@ -63,6 +63,9 @@ _TRITON_TYPE = {
 }
 
 
+NO_ORIGIN = "was not derived from any tensor argument (where a kernel reads addresses from memory, hand it those tensors as well)"
+
+
 class MemoryAccessError(RuntimeError):
     """An access that even an unchecked run cannot carry out: outside the tensor's storage, or through a pointer to nowhere."""
 
@@ -155,7 +158,7 @@ def resolve(pointers: Any, mask: np.ndarray | None, what: str) -> Access:
         elif not mask.any():
             return Access(region, np.zeros(1, dtype), np.zeros(addresses.shape, np.int64), mask)
     if region is None:
-        raise MemoryAccessError(f"a {what} through a pointer that was not derived from any tensor argument")
+        raise MemoryAccessError(f"a {what} through a pointer that {NO_ORIGIN}")
     offset = addresses - np.uint64(region.base)
     if mask is not None:
         offset = np.where(mask, offset, np.uint64(0))

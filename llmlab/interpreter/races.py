@@ -3,6 +3,8 @@
 Within a program only ``tl.debug_barrier`` orders a store with a later load of the same address, whichever threads do them: the
 compiler promises no more. A load followed by a store is reported only where the two are done by different lanes (the same lane
 of the same block shape is the same thread) and no reduction or scan, which synchronises the threads, lies between.
+
+Between programs nothing orders two accesses but atomics (``ordering``).
 """
 
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llmlab.interpreter.checks import Collector
+from llmlab.interpreter.ordering import Clock
 
 Place = tuple[str, int]
 NameOf = Callable[[int], str]  # an address as name[element]
@@ -79,93 +82,159 @@ class ProgramOrder:
         return _Touch(distinct, lanes[first], block, self.collector.place())
 
 
+@dataclass(eq=False)
+class _Event:
+    """One executed load, store or atomic of the grid: distinct addresses in ascending order, all of ``size`` bytes."""
+
+    number: int
+    kind: str
+    program: int
+    place: Place
+    addresses: np.ndarray
+    size: int
+    storage: int  # its address
+    scalar: bool
+    clock: Clock  # what is known to have happened before
+
+    def comes_before(self, later: "_Event") -> bool:
+        """Whether ``later``, of another program, is ordered behind it by atomics."""
+        all_below, scalars_below = later.clock.get(self.program, (0, 0))
+        return self.number < (scalars_below if self.scalar else all_below)
+
+
 @dataclass
 class GridAccesses:
-    """All accesses of all programs, by kind."""
+    """All accesses of all programs, in the order of their execution."""
 
-    _parts: dict[str, list[tuple[np.ndarray, int, int]]] = field(
-        default_factory=lambda: {"load": [], "store": [], "atomic": []}
-    )
-    _places: list[Place] = field(default_factory=list)
-    _place_numbers: dict[Place, int] = field(default_factory=dict)
+    events: list[_Event] = field(default_factory=list)
 
-    def add(self, kind: str, addresses: np.ndarray, program: int, place: Place) -> None:
-        number = self._place_numbers.setdefault(place, len(self._places))
-        if number == len(self._places):
-            self._places.append(place)
-        self._parts[kind].append((np.unique(addresses), program, number))
-
-    def report(self, collector: Collector, name_of: NameOf, program_of: ProgramOf) -> bool:
-        """Report the races; True when programs share any address that one of them writes (by store or atomic)."""
-        loads, stores, atomics = (self._table(kind) for kind in ("load", "store", "atomic"))
-        shared = self._clash("write-write-race", "stores", "stores", stores, stores, collector, name_of, program_of)
-        shared |= self._clash("read-write-race", "loads", "stores", loads, stores, collector, name_of, program_of)
-        shared |= self._clash("atomic-race", "stores", "updates", stores, atomics, collector, name_of, program_of)
-        shared |= self._clash("atomic-race", "loads", "updates", loads, atomics, collector, name_of, program_of)
-        return shared or self._pair(atomics, atomics) is not None
-
-    def _table(self, kind: str) -> "_Table":
-        parts = self._parts[kind]
-        if not parts:
-            empty = np.empty(0, np.int64)
-            return _Table(empty.astype(np.uint64), empty, empty)
-        addresses = np.concatenate([part[0] for part in parts])
-        sizes = [part[0].size for part in parts]
-        programs = np.repeat([part[1] for part in parts], sizes)
-        places = np.repeat([part[2] for part in parts], sizes)
-        order = np.argsort(addresses, kind="stable")
-        return _Table(addresses[order], programs[order], places[order])
-
-    def _clash(
+    def add(
         self,
         kind: str,
-        one_does: str,
-        other_does: str,
-        one: "_Table",
-        other: "_Table",
-        collector: Collector,
-        name_of: NameOf,
-        program_of: ProgramOf,
-    ) -> bool:
-        pair = self._pair(one, other)
-        if pair is None:
-            return False
-        first, second, count = pair
-        address = int(one.addresses[first])
-        programs = program_of(int(one.programs[first])), program_of(int(other.programs[second]))
-        collector.report(
-            kind,
-            f"program {programs[0]} {one_does} and program {programs[1]} {other_does} {name_of(address)} "
-            f"({count} addresses in all)",
-            place=self._places[int(one.places[first])],
-            program=programs[0],
-        )
-        return True
+        addresses: np.ndarray,
+        size: int,
+        storage: int,
+        program: int,
+        place: Place,
+        clock: Clock,
+    ) -> None:
+        distinct = np.unique(addresses)
+        scalar = addresses.size == 1
+        self.events.append(_Event(len(self.events), kind, program, place, distinct, size, storage, scalar, clock))
+
+    def report(self, collector: Collector, name_of: NameOf, program_of: ProgramOf, ordered: bool) -> bool:
+        """Report the races; True when programs share any address that one of them writes (by store or atomic).
+
+        ``ordered``: whether atomics may have ordered some of the accesses.
+        """
+        sizes: dict[int, set[int]] = {}
+        for event in self.events:
+            sizes.setdefault(event.storage, set()).add(event.size)
+        mixed = {storage for storage, known in sizes.items() if len(known) > 1}
+        loads, stores, atomics = (self._table(kind, mixed) for kind in ("load", "store", "atomic"))
+        shared = False
+        for kind, one_does, other_does, one, other in (
+            ("write-write-race", "stores", "stores", stores, stores),
+            ("read-write-race", "loads", "stores", loads, stores),
+            ("atomic-race", "stores", "updates", stores, atomics),
+            ("atomic-race", "loads", "updates", loads, atomics),
+        ):
+            if not self._meet(one, other):
+                continue
+            shared = True
+            found = self._clash(one, other, ordered)
+            if found is not None:
+                first, second, address, count = found
+                programs = program_of(first.program), program_of(second.program)
+                collector.report(
+                    kind,
+                    f"program {programs[0]} {one_does} and program {programs[1]} {other_does} {name_of(address)} "
+                    f"({count} {'bytes' if mixed else 'addresses'} in all)",
+                    place=first.place,
+                    program=programs[0],
+                )
+        return shared or self._meet(atomics, atomics)
+
+    def _table(self, kind: str, mixed: set[int]) -> "_Table":
+        """All that did ``kind``, by address; byte by byte in ``mixed`` storages, which are accessed in several sizes."""
+        events = [event for event in self.events if event.kind == kind]
+        if not events:
+            return _Table(np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, np.int64))
+        parts = [
+            (event.addresses[:, None] + np.arange(event.size, dtype=np.uint64)).reshape(-1)
+            if event.storage in mixed
+            else event.addresses
+            for event in events
+        ]
+        lengths = [part.size for part in parts]
+        addresses = np.concatenate(parts)
+        numbers = np.repeat([event.number for event in events], lengths)
+        programs = np.repeat([event.program for event in events], lengths)
+        order = np.argsort(addresses, kind="stable")
+        return _Table(addresses[order], numbers[order], programs[order])
 
     @staticmethod
-    def _pair(one: "_Table", other: "_Table") -> tuple[int, int, int] | None:
-        """(row of one, row of other, how many addresses) where different programs meet, or None."""
+    def _meet(one: "_Table", other: "_Table") -> bool:
+        """Whether different programs share an address."""
         if not one.addresses.size or not other.addresses.size:
-            return None
+            return False
         low = np.searchsorted(other.addresses, one.addresses, "left")
         high = np.searchsorted(other.addresses, one.addresses, "right")
         rows = np.flatnonzero(high > low)
         if not rows.size:
-            return None
+            return False
         owners = np.append(other.programs, 0)  # reduceat needs an element after the last slice
         slices = np.ravel(np.column_stack([low[rows], high[rows]]))
         smallest = np.minimum.reduceat(owners, slices)[::2]
         largest = np.maximum.reduceat(owners, slices)[::2]
-        clash = (smallest != one.programs[rows]) | (largest != one.programs[rows])
-        if not clash.any():
+        return bool(((smallest != one.programs[rows]) | (largest != one.programs[rows])).any())
+
+    def _clash(self, one: "_Table", other: "_Table", ordered: bool) -> tuple[_Event, _Event, int, int] | None:
+        """(event of one, event of other, an address, how many) where different programs meet and nothing orders them.
+
+        Each access is compared with the last one before and the first one after it by another program; those further away
+        are then ordered too, or clash with these.
+        """
+        first, last = self._bounds()
+        count = len(self.events) + 1
+        known = np.unique(np.concatenate([one.addresses, other.addresses]))
+        rank = np.searchsorted(known, one.addresses) * count
+        keys = np.searchsorted(known, other.addresses) * count + other.events
+        before = np.searchsorted(keys, rank + first[one.events]) - 1
+        after = np.searchsorted(keys, rank + last[one.events], "right")
+        rows, partners = [], []
+        for at in (before, after):
+            valid = (at >= 0) & (at < keys.size)
+            valid &= other.addresses[np.where(valid, at, 0)] == one.addresses
+            rows.append(np.flatnonzero(valid))
+            partners.append(at[valid])
+        row, partner = np.concatenate(rows), np.concatenate(partners)
+        pairs, which = np.unique(one.events[row] * count + other.events[partner], return_inverse=True)
+        wrong = np.ones(pairs.size, bool)
+        if ordered:
+            for i, pair in enumerate(pairs):
+                a, b = (self.events[number] for number in divmod(int(pair), count))
+                earlier, later = (a, b) if a.number < b.number else (b, a)
+                wrong[i] = not earlier.comes_before(later)
+        clashing = np.flatnonzero(wrong[which])
+        if not clashing.size:
             return None
-        row = int(rows[clash][0])
-        partner = int(low[row] + np.flatnonzero(other.programs[low[row] : high[row]] != one.programs[row])[0])
-        return row, partner, int(np.unique(one.addresses[rows[clash]]).size)
+        at = clashing[np.argmin(row[clashing])]
+        addresses = np.unique(one.addresses[row[clashing]])
+        a, b = self.events[int(one.events[row[at]])], self.events[int(other.events[partner[at]])]
+        return a, b, int(one.addresses[row[at]]), int(addresses.size)
+
+    def _bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """By event: the numbers of its program's first and last one. A program's events follow each other."""
+        programs = np.array([event.program for event in self.events])
+        starts = np.flatnonzero(np.append(True, programs[1:] != programs[:-1]))
+        ends = np.append(starts[1:], programs.size) - 1
+        lengths = ends - starts + 1
+        return np.repeat(starts, lengths), np.repeat(ends, lengths)
 
 
 @dataclass(frozen=True)
 class _Table:
-    addresses: np.ndarray  # ascending
+    addresses: np.ndarray  # ascending; those of one address in the order of execution
+    events: np.ndarray
     programs: np.ndarray
-    places: np.ndarray

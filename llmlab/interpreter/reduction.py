@@ -146,3 +146,10 @@ def exact_sum(tensor: Tensor, axis: int | None) -> np.ndarray:
     """The sum in float64 (floats) or int64 (integers), to judge a narrow one by."""
     data = tensor.handle.data
     return np.sum(data, axis=axis, dtype=np.float64 if data.dtype.kind == "f" else np.int64)
+
+
+def exact_cumsum(tensor: Tensor, axis: int, reverse: bool) -> np.ndarray:
+    """The inclusive scan of integers in int64."""
+    data = np.flip(tensor.handle.data, axis) if reverse else tensor.handle.data
+    total = np.cumsum(data, axis=axis, dtype=np.int64)
+    return np.flip(total, axis) if reverse else total

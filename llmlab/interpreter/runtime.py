@@ -240,6 +240,10 @@ class Runtime:
         replacement = _REPLACED.get(id(function))
         if replacement is not None:
             return getattr(self, replacement)
+        if getattr(function, "__module__", None) == "triton.language.extra.libdevice":
+            raise NotImplementedError(
+                f"libdevice.{function.__name__} exists on a GPU only; tl.math has portable functions"
+            )
         renamed = _RENAMED.get(id(function))
         if renamed is not None:
             function = renamed

@@ -356,3 +356,62 @@ def test_findings_are_counted_by_line() -> None:
 def test_bad_checks_are_refused() -> None:
     with pytest.raises(ValueError, match="max_trips"):
         Checks(max_trips=0)
+
+
+@triton.jit
+def _store_then_fail(o, n):
+    tl.store(o + 100, 1.0)
+    tl.device_assert(n < 3, "too many")
+
+
+def test_what_was_found_before_a_failure_is_kept() -> None:
+    with checked() as findings, pytest.raises(KernelError, match="too many") as caught:
+        run(_store_then_fail, (1,), torch.zeros(1), 5)
+    assert kinds(findings) == kinds(list(caught.value.findings)) == ["out-of-bounds-store"]
+    assert "found before: out-of-bounds-store" in caught.value.__notes__[0]
+
+
+@triton.jit
+def _scan(x, o, N: tl.constexpr, REVERSE: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(o + i, tl.cumsum(tl.load(x + i), 0, reverse=REVERSE))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_scan_stays_in_range(reverse: bool) -> None:
+    out = torch.zeros(4, dtype=torch.int32)
+    for value, expected in ((2**29 - 1, []), (2**30, ["int-overflow"])):
+        x = torch.full((4,), value, dtype=torch.int32)
+        assert kinds(run(_scan, (1,), x, out, N=4, REVERSE=reverse, checks=ALL)) == expected
+
+
+@triton.jit
+def _indirect(index, x, o, n, stride, OTHER: tl.constexpr):
+    i = tl.arange(0, 4)
+    if OTHER:
+        block = tl.load(index + i, mask=i < n, other=0)
+    else:
+        block = tl.load(index + i, mask=i < n)
+    tl.store(o + i, tl.load(x + (block * 16 + 3) * stride, mask=i < n, other=0.0), mask=i < n)
+
+
+def test_an_overflow_of_poison_says_so() -> None:
+    index, x, out = torch.arange(3, dtype=torch.int32), torch.randn(3000), torch.zeros(3)
+    (finding,) = run(_indirect, (1,), index, x, out, 3, 64, OTHER=False, checks=ALL)
+    assert finding.kind == "int-overflow" and "masked lane" in finding.message
+    assert run(_indirect, (1,), index, x, out, 3, 64, OTHER=True, checks=ALL) == []
+
+
+@triton.jit
+def _through_addresses(addresses, x, o):
+    pointer = tl.load(addresses + tl.program_id(0)).to(tl.pointer_type(tl.float32))
+    tl.store(o + tl.program_id(0), tl.load(pointer))
+
+
+def test_addresses_in_memory_are_followed_into_arguments() -> None:
+    x, out = torch.randn(4), torch.zeros(2)
+    addresses = torch.tensor([x.data_ptr(), x.data_ptr() + 8])
+    assert run(_through_addresses, (2,), addresses, x, out, checks=ALL) == []
+    assert torch.equal(out, x[::2])
+    (finding,) = run(_through_addresses, (1,), addresses, out, out, checks=ALL)
+    assert finding.kind == "out-of-bounds-load" and "hand it those tensors" in finding.message

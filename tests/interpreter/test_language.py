@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from llmlab.interpreter import Checks, KernelError, UnboundedLoopError, run
 
@@ -206,3 +207,60 @@ def test_grids_functions_and_empty_ones() -> None:
     assert out[0] == 1
     run(_float_argument, (0,), x, out, 2.0)  # an empty batch launches nothing
     assert out[1:].tolist() == [0] * 4
+
+
+@triton.jit
+def _product(o, n):
+    tl.store(o, (tl.program_id(0) + 3) * n)
+
+
+@triton.jit
+def _declared(o, n: tl.int64, m: "u32", x: "fp64"):
+    tl.store(o, n * n)
+    tl.store(o + 1, (m * 2).to(tl.int64))
+    tl.store(o + 2, (x * 1e17).to(tl.int64))
+
+
+def test_integer_arguments_have_the_launchers_types() -> None:
+    out = torch.zeros(1, dtype=torch.int64)
+    for n in (2**31 + 5, 2**32 - 1, -(2**31) - 1):  # from 2^31 on int64, not uint32
+        assert run(_product, (1,), out, n, checks=Checks()) == [] and out.item() == 3 * n
+    (finding,) = run(_product, (1,), out, 2**31 - 1, checks=Checks())
+    assert finding.kind == "int-overflow"
+    with pytest.raises(ValueError, match="does not fit"):
+        run(_product, (1,), out, 2**64)
+
+
+def test_declared_types_of_arguments_hold() -> None:
+    out = torch.zeros(3, dtype=torch.int64)
+    assert run(_declared, (1,), out, 100_000, 2**31 - 1, 0.1, checks=Checks()) == []
+    assert out.tolist() == [10**10, 2**32 - 2, 10**16]
+    run(_declared, (1,), out, 1, 1, 1.0)
+    assert out.tolist() == [1, 2, 10**17]
+    with pytest.raises(ValueError, match="does not fit uint32"):
+        run(_declared, (1,), out, 1, 2**32, 0.1)
+    with pytest.raises(ValueError, match="declared int64"):
+        run(_declared, (1,), out, 0.5, 1, 0.1)
+
+
+def test_grids_that_a_gpu_refuses() -> None:
+    with pytest.raises(ValueError, match="65535"):
+        run(_product, (1, 65536), torch.zeros(1, dtype=torch.int64), 3)
+
+
+@triton.jit
+def _device_function(x, o):
+    tl.store(o, libdevice.tanh(tl.load(x)))
+
+
+@triton.jit
+def _assembly(x, o):
+    value = tl.load(x)
+    tl.store(o, tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], tl.float32, is_pure=True, pack=1))
+
+
+def test_what_only_a_gpu_has_is_named() -> None:
+    with pytest.raises(KernelError, match=r"libdevice.tanh exists on a GPU only"):
+        run(_device_function, (1,), torch.ones(1), torch.zeros(1))
+    with pytest.raises(KernelError, match="inline assembly"):
+        run(_assembly, (1,), torch.ones(1), torch.zeros(1))

@@ -125,3 +125,16 @@ def test_a_case_names_every_argument_once() -> None:
         CompileCase(_scale, "hint", complete, constexprs, divisible_by_16=("B",))
     with pytest.raises(ValueError, match="launched no kernel"):
         capture("nothing", lambda: None)
+
+
+@triton.jit
+def _declares(x, n: tl.int64, scale: "fp64"):
+    tl.store(x, n * scale)
+
+
+def test_declared_types_are_what_is_compiled() -> None:
+    x = torch.empty(16, device="meta")
+    for n in (1, 16, 2**40):
+        (case,) = capture("case", lambda n=n: launch(_declares, (1,), x, n, 2.0))
+        assert case.signature == {"x": "*fp32", "n": "i64", "scale": "fp64"} and case.constexprs == {}
+        assert ("n" in case.divisible_by_16) == (n % 16 == 0)
