@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from matplotlib.patches import Rectangle
+
 from llmlab.viz.style import INK, SERIES, SOFT, engineering, new_figure, styled
 
 if TYPE_CHECKING:
@@ -11,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from llmlab.bench.result import BenchResult
+    from llmlab.measure.datasheets import Roof
 
 ENGINE_LOOKS = {  # colour and hatch, the same in every figure
     "llmlab": (SERIES[0], ""),
@@ -128,3 +131,102 @@ def step_split_figure(table: pd.DataFrame, title: str) -> Figure:
 
 
 MODEL_PARTS = ("forward", "logits")
+
+
+PATH_LOOKS = ("o", "s", "^", "D", "v")
+
+
+@styled
+def memory_order_figure(table: pd.DataFrame, title: str) -> Figure:
+    """Where the weights stand in memory: the colour of an element is its place, darker is earlier.
+
+    Args:
+        table: columns layout, out, in, position, as :func:`llmlab.measure.experiments.cpu_paths.memory_order` makes it.
+    """
+    layouts = list(dict.fromkeys(table["layout"]))
+    fig = new_figure(9.0, 5.2)
+    axes = fig.subplots(1, len(layouts), sharey=True)
+    words = {
+        "rows": "as it is stored: one output after another\none load is 16 inputs of one output; their sum crosses lanes",
+        "panels": "packed: panels of 16 outputs\none load is one input of 16 outputs; lanes stay apart",
+    }
+    for axis, layout in zip(axes, layouts, strict=True):
+        grid = table[table["layout"] == layout].pivot(index="out", columns="in", values="position")
+        image = axis.imshow(grid.to_numpy(), cmap="viridis", aspect="auto")
+        first = table[(table["layout"] == layout) & (table["position"] < 16)]
+        left, top = first["in"].min() - 0.5, first["out"].min() - 0.5
+        width, height = first["in"].max() + 0.5 - left, first["out"].max() + 0.5 - top
+        axis.add_patch(Rectangle((left, top), width, height, fill=False, edgecolor=SERIES[1], linewidth=3))
+        axis.set_title(words[layout], fontsize=9.5)
+        axis.set_xlabel("input feature")
+        axis.grid(visible=False)
+        for edge in range(16, len(grid), 16):
+            axis.axhline(edge - 0.5, color="white", linewidth=0.8)
+    axes[0].set_ylabel("output feature")
+    fig.colorbar(image, ax=axes, label="position in memory (elements); framed: the first vector load")
+    fig.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    return fig
+
+
+@styled
+def paths_figure(table: pd.DataFrame, roof: Roof, title: str) -> Figure:
+    """The matrix product in several ways: bytes/s of weights where few tokens read them, FLOP/s where many use them.
+
+    Args:
+        table: columns tokens, path, seconds, low, high, flops, weight_bytes. roof: the machine's.
+    """
+    fig = new_figure(10.5, 4.4)
+    axes = fig.subplots(1, 2)
+    kinds = (("weight_bytes", 1e9, roof.bandwidth, "GB/s of weights"), ("flops", 1e12, roof.flops, "TFLOP/s"))
+    for axis, (column, unit, limit, label) in zip(axes, kinds, strict=True):
+        for i, (path, rows) in enumerate(table.groupby("path", sort=False)):
+            rate = rows[column] / unit
+            spread = [rate / rows["seconds"] - rate / rows["high"], rate / rows["low"] - rate / rows["seconds"]]
+            looks = {"marker": PATH_LOOKS[i % len(PATH_LOOKS)], "color": SERIES[i % len(SERIES)], "capsize": 3}
+            axis.errorbar(
+                rows["tokens"], rate / rows["seconds"], yerr=[s.clip(lower=0) for s in spread], label=path, **looks
+            )
+        axis.axhline(limit / unit, color=INK, linestyle="--", linewidth=1.2)
+        axis.annotate(
+            f"measured limit {engineering(limit / unit)}", (1, limit / unit), (0, 3), textcoords="offset points",
+            xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8.5,
+        )  # fmt: skip
+        axis.set_xscale("log", base=2)
+        sizes = sorted(set(table["tokens"]))
+        axis.set_xticks(sizes, [str(n) for n in sizes])
+        axis.set_xlabel("tokens in the step")
+        axis.set_ylabel(label)
+        axis.set_ylim(0, max(axis.get_ylim()[1], 1.12 * limit / unit))
+    axes[0].legend(loc="best")
+    fig.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    return fig
+
+
+@styled
+def variants_figure(table: pd.DataFrame, title: str) -> Figure:
+    """The engine in several settings: milliseconds of each kind of work, and what the roof predicts as a tick.
+
+    Args:
+        table: columns work, size, variant, seconds, low, high, predicted.
+    """
+    works = list(dict.fromkeys(zip(table["work"], table["size"], strict=True)))
+    variants = list(dict.fromkeys(table["variant"]))
+    fig = new_figure(max(6.0, 2.3 * len(works)), 3.9)
+    axes = fig.subplots(1, len(works), squeeze=False)[0]
+    for axis, (work, size) in zip(axes, works, strict=True):
+        rows = table[(table["work"] == work) & (table["size"] == size)].set_index("variant").loc[variants] * 1
+        milli = rows[["seconds", "low", "high", "predicted"]] * 1e3
+        for i, variant in enumerate(variants):
+            axis.bar(i, milli["seconds"][variant], 0.66, color=SERIES[i % len(SERIES)], hatch=("", "///", "xxx", "...")[i % 4],
+                     edgecolor="white")  # fmt: skip
+        axis.vlines(range(len(variants)), milli["low"], milli["high"], color=INK, linewidth=1.2)
+        axis.hlines(milli["predicted"], [i - 0.4 for i in range(len(variants))], [i + 0.4 for i in range(len(variants))],
+                    color=SERIES[1], linewidth=2.5, label="the roof's prediction")  # fmt: skip
+        axis.set_xticks(range(len(variants)), variants, rotation=30, ha="right", fontsize=8.5)
+        axis.set_title(f"decode, {size} seq." if work == "decode" else f"prefill {size}")
+        axis.set_ylim(0, None)
+        axis.grid(axis="x", visible=False)
+    axes[0].set_ylabel("ms")
+    axes[0].legend(loc="lower left", fontsize=7.5)
+    fig.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    return fig
