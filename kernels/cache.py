@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from llmlab.kernels.launch import launch
 from llmlab.kernels.spec import CompileCase, capture
-from llmlab.kernels.tiles import next_power_of_2, require_unit_stride
+from llmlab.kernels.tiles import next_power_of_2, require_near_heads, require_unit_stride
 from torch import Tensor
 
 
@@ -108,6 +108,7 @@ def check_cache(op: str, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: T
         raise ValueError(f"{op}: slot_mapping must be [{k.shape[0]}], not {tuple(slot_mapping.shape)}")
     for name, tensor in (("k", k), ("v", v), ("key_cache", key_cache), ("value_cache", value_cache)):
         require_unit_stride(f"{op}: {name}", tensor)
+        require_near_heads(f"{op}: {name}", tensor)
 
 
 def compile_cases() -> list[CompileCase]:

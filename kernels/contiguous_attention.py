@@ -8,7 +8,7 @@ import torch
 from llmlab.kernels.attention_tile import attention_work, choose_tile
 from llmlab.kernels.paged_kernel import launch_paged_attention
 from llmlab.kernels.spec import CompileCase, capture
-from llmlab.kernels.tiles import architecture, require_unit_stride
+from llmlab.kernels.tiles import architecture, require_product_dtype, require_unit_stride
 from torch import Tensor
 
 
@@ -28,7 +28,8 @@ def contiguous_attention(
     Request r has the queries ``query_start_loc[r] .. [r + 1]`` and the keys ``key_start_loc[r] .. [r + 1]`` (int32). Otherwise
     as ``paged_attention``. Raises ValueError for shapes or values that make no sense.
     """
-    if q.ndim != 3 or k.ndim != 3 or v.shape != k.shape or k.shape[2] != q.shape[2] or q.shape[1] % k.shape[1]:
+    shaped = q.ndim == 3 and k.ndim == 3 and v.shape == k.shape and k.shape[2] == q.shape[2]
+    if not shaped or not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(
             "contiguous_attention: q must be [T, Hq, D] and k, v [S, Hkv, D] with Hkv dividing Hq, not "
             f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
@@ -41,7 +42,11 @@ def contiguous_attention(
     for name, value in (("scale", scale), ("sliding_window", sliding_window), ("soft_cap", soft_cap)):
         if value is not None and not value > 0:
             raise ValueError(f"contiguous_attention: {name} must be positive, not {value}")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    require_product_dtype("contiguous_attention", q)
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"contiguous_attention: q is {q.dtype}, k and v are {k.dtype} and {v.dtype}")
+    starts = (("query_start_loc", query_start_loc), ("key_start_loc", key_start_loc))
+    for name, tensor in (("q", q), ("k", k), ("v", v), *starts):
         require_unit_stride(f"contiguous_attention: {name}", tensor)
     num_tokens, num_heads, head_dim = q.shape
     num_reqs = query_start_loc.shape[0] - 1

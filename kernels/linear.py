@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from llmlab.kernels.launch import launch
 from llmlab.kernels.spec import CompileCase, Work, capture
-from llmlab.kernels.tiles import architecture, ceil_div, require_unit_stride, sm_count
+from llmlab.kernels.tiles import architecture, ceil_div, require_product_dtype, require_unit_stride, sm_count
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -164,6 +164,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             f"linear: x must be [T, I] and weight [O, I] alike, not {tuple(x.shape)} {x.dtype} "
             f"and {tuple(weight.shape)} {weight.dtype}"
         )
+    require_product_dtype("linear", x)
     if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous()):
         raise ValueError(f"linear: bias must be contiguous [{weight.shape[0]}], not {tuple(bias.shape)}")
     require_unit_stride("linear: x", x)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from llmlab.kernels.attention_tile import Tile, attend_tile, find_request, queries_per_tile
 from llmlab.kernels.launch import launch
-from llmlab.kernels.tiles import LOG2_E, ceil_div, next_power_of_2, require_unit_stride
+from llmlab.kernels.tiles import LOG2_E, ceil_div, next_power_of_2, require_product_dtype, require_unit_stride
 from torch import Tensor
 
 
@@ -447,7 +447,8 @@ def check_attention(
             f"paged_attention: q must be [T, Hq, D] and both caches [N, B, Hkv, D], not {tuple(q.shape)}, "
             f"{tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
         )
-    if q.shape[1] % key_cache.shape[2]:
+    require_product_dtype("paged_attention", q)
+    if not key_cache.shape[2] or q.shape[1] % key_cache.shape[2]:
         raise ValueError(f"paged_attention: {q.shape[1]} query heads cannot share {key_cache.shape[2]} KV heads evenly")
     if key_cache.dtype != q.dtype or value_cache.dtype != q.dtype:
         raise ValueError(f"paged_attention: q is {q.dtype}, the caches are {key_cache.dtype} and {value_cache.dtype}")
@@ -462,6 +463,8 @@ def check_attention(
         ("key_cache", key_cache),
         ("value_cache", value_cache),
         ("block_table", block_table),
+        ("query_start_loc", query_start_loc),
+        ("seq_lens", seq_lens),
     ):
         require_unit_stride(f"paged_attention: {name}", tensor)
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):

@@ -10,7 +10,7 @@ import triton.language as tl
 from llmlab.kernels.cache import check_cache
 from llmlab.kernels.launch import launch
 from llmlab.kernels.spec import CompileCase, capture
-from llmlab.kernels.tiles import next_power_of_2, require_unit_stride
+from llmlab.kernels.tiles import next_power_of_2, require_near_heads, require_unit_stride
 from torch import Tensor
 
 
@@ -364,8 +364,9 @@ def _check_heads(positions: Tensor, q: Tensor, k: Tensor, rotary_dim: int) -> No
         raise ValueError(f"positions must be [{q.shape[0]}], not {tuple(positions.shape)}")
     if rotary_dim % 2 or not 0 < rotary_dim <= q.shape[2]:
         raise ValueError(f"rotary_dim must be even and within 2..{q.shape[2]} (head_dim), not {rotary_dim}")
-    require_unit_stride("q", q)
-    require_unit_stride("k", k)
+    for name, tensor in (("q", q), ("k", k)):
+        require_unit_stride(name, tensor)
+        require_near_heads(name, tensor)
 
 
 def compile_cases() -> list[CompileCase]:

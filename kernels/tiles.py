@@ -1,6 +1,7 @@
 """What several launchers need to choose a tile or to refuse an input; plain Python, no kernel here."""
 
 import torch
+from torch import Tensor
 
 LOG2_E = 1.4426950408889634
 H200_SMS = 132  # assumed for ``meta`` tensors, which belong to no machine
@@ -47,7 +48,21 @@ def row_tile(row_length: int, target: int = 2048, max_row: int = 65536) -> tuple
     return rows, block, min(16, max(4, rows * block // 512))
 
 
-def require_unit_stride(name: str, tensor: torch.Tensor) -> None:
+def require_unit_stride(name: str, tensor: Tensor) -> None:
     """Raise ValueError unless the last dimension of ``tensor`` is contiguous."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name}: the last dimension must be contiguous, its stride is {tensor.stride(-1)}")
+
+
+def require_near_heads(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless a token's heads (the last but one dimension) lie within 2^31 elements: kernels that hold them
+    all address them in int32."""
+    heads, head_dim = tensor.shape[-2:]
+    if heads and (heads - 1) * tensor.stride(-2) + head_dim > 2**31:
+        raise ValueError(f"{name}: {heads} heads, {tensor.stride(-2)} elements apart, span more than 2^31 elements")
+
+
+def require_product_dtype(op: str, tensor: Tensor) -> None:
+    """Raise ValueError, in ``op``'s name, unless ``tensor`` is of a type that matrix products are written for."""
+    if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"{op}: the kernel takes float16, bfloat16 and float32, not {tensor.dtype}")

@@ -159,6 +159,9 @@ def test_the_tile_follows_the_shape():
         ({"query_start_loc": torch.zeros(1, dtype=torch.int32)}, "query_start_loc 2 entries"),
         ({"q": torch.ones(2, 3, 64)}, "3 query heads cannot share 2 KV heads"),
         ({"q": torch.ones(2, 4, 64).half()}, "q is torch.float16, the caches are torch.float32"),
+        ({"q": torch.ones(2, 4, 64).double()}, "takes float16, bfloat16 and float32, not torch.float64"),
+        ({"query_start_loc": torch.zeros(2, 3, dtype=torch.int32)[:, 0]}, "query_start_loc: .* its stride is 3"),
+        ({name: torch.ones(2, 4, 0, 64) for name in ("key_cache", "value_cache")}, "cannot share 0 KV heads"),
     ],
 )
 def test_bad_input_is_named(paged_batch, change, message):
@@ -166,6 +169,12 @@ def test_bad_input_is_named(paged_batch, change, message):
     names = ("q", "key_cache", "value_cache", "block_table", "query_start_loc", "seq_lens")
     with pytest.raises(ValueError, match=message):
         paged_attention(**{**dict(zip(names, batch.args, strict=True)), "scale": 0.1, **change})
+
+
+def test_strided_lengths_are_refused(paged_batch):
+    *rest, seq_lens = paged_batch([(1, 5), (2, 9)]).args
+    with pytest.raises(ValueError, match="seq_lens: .* its stride is 2"):
+        paged_attention(*rest, torch.stack([seq_lens, seq_lens], 1)[:, 0], 0.125)
 
 
 def test_head_dim_above_the_tables_is_refused():

@@ -47,6 +47,9 @@ def test_nothing_in_nothing_out():
     [
         ({"k": torch.ones(4, 3, 64)}, "k, v"),
         ({"key_start_loc": torch.zeros(1, dtype=torch.int32)}, r"\[R \+ 1\] alike"),
+        ({"v": torch.ones(4, 2, 64).half()}, "q is torch.float32, k and v are torch.float32 and torch.float16"),
+        ({"query_start_loc": torch.zeros(2, 3, dtype=torch.int32)[:, 0]}, "query_start_loc: .* its stride is 3"),
+        ({"k": torch.ones(4, 0, 64), "v": torch.ones(4, 0, 64)}, "Hkv dividing Hq"),
         ({"sliding_window": 0}, "sliding_window must be positive, not 0"),
     ],
 )

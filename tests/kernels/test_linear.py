@@ -124,6 +124,7 @@ def test_nothing_in_nothing_out():
         (lambda: linear(torch.ones(2, 3), torch.ones(4, 5)), r"x must be \[T, I\] and weight \[O, I\] alike"),
         (lambda: linear(torch.ones(2, 3), torch.ones(4, 3).half()), "alike"),
         (lambda: linear(torch.ones(2, 3), torch.ones(4, 3), torch.ones(3)), r"bias must be contiguous \[4\]"),
+        (lambda: linear(torch.ones(2, 3).double(), torch.ones(4, 3).double()), "not torch.float64"),
         (lambda: linear(torch.ones(3, 2).T, torch.ones(4, 3)), "last dimension must be contiguous"),
     ],
 )

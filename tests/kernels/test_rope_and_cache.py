@@ -152,6 +152,11 @@ def test_nothing_in_nothing_out():
     assert cache.isnan().all()
 
 
+def far_heads(q):
+    """Of q's shape, each head 2^31 elements after the one before: more than the kernels' int32 offsets reach."""
+    return torch.empty_strided(q.shape, (64, 2**31, 1), device="meta")
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -164,6 +169,11 @@ def test_nothing_in_nothing_out():
         (
             lambda q, p: reshape_and_cache(q, q, torch.ones(1, 4, 2, 64), torch.ones(1, 4, 2, 64), p[:1]),
             r"slot_mapping must be \[2\]",
+        ),
+        (lambda q, p: rotary_embedding(p, far_heads(q), q, table(64)), "q: 2 heads, 2147483648 elements apart"),
+        (
+            lambda q, p: reshape_and_cache(far_heads(q), q, torch.ones(1, 4, 2, 64), torch.ones(1, 4, 2, 64), p),
+            "k: 2 heads, 2147483648 elements apart, span more than",
         ),
     ],
 )
