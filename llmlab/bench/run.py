@@ -122,7 +122,7 @@ def run_bench(
     Args:
         against: names of peers (:data:`llmlab.bench.peers.ENGINES`). One that is not installed, or breaks, is left out and
             named in the result.
-        workloads: names; all if there are none.
+        workloads: names; if there are none, all whose sequences the model can take.
         repeats: counted turns of each engine and workload.
         peer_pythons: interpreters of other environments in which peers may be installed.
         threads: of every engine; None for as many as torch uses.
@@ -145,6 +145,7 @@ def run_bench(
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     path = resolve_model(model)
     config = ModelConfig.from_pretrained(path)
+    chosen = _that_fit(chosen, config.max_position_embeddings, asked_for=bool(workloads))
     torch_device = choose_device(device)
     torch_dtype = choose_dtype(config.dtype if dtype == "auto" else dtype)
     threads = threads or torch.get_num_threads()
@@ -268,6 +269,15 @@ class _Files:
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="llmlab-bench-"))
             self._written[stored] = write_gguf(self._path, Path(folder) / f"{self._path.name}.gguf", stored)
         return self._written[stored]
+
+
+def _that_fit(workloads: list[Workload], limit: int, asked_for: bool) -> list[Workload]:
+    for workload in workloads if asked_for else ():
+        if workload.longest > limit:
+            raise ValueError(
+                f"workload {workload.name} needs {workload.longest} tokens a sequence, the model takes {limit}"
+            )
+    return [workload for workload in workloads if workload.longest <= limit]
 
 
 def _choose(what: str, names: Sequence[str], known: dict[str, Any]) -> list[Any]:

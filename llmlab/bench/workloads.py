@@ -50,6 +50,11 @@ class Workload:
     less: Job | None
     steps: Callable[[], Iterator[tuple[list[int], list[int]]]]
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, prompt and output together."""
+        return max(p + o for p, o in zip(self.job.prompt_lens, self.job.output_lens, strict=True))
+
     def tokens_per_second(self, complete: Callable[[Job], float]) -> float:
         """``complete`` does a job and returns its seconds."""
         before = complete(self.less) if self.less else 0.0

@@ -63,6 +63,7 @@ def test_a_peer_that_is_absent_is_named_and_one_that_breaks_is_left_out(quick, m
         ({"against": ["gpt"]}, "unknown peer 'gpt'; known are hf, llamacpp, vllm, openvino"),
         ({"against": ["llmlab"]}, "unknown peer 'llmlab'"),
         ({"workloads": ["decode7"]}, "unknown workload 'decode7'"),
+        ({"workloads": ["prefill512"]}, "prefill512 needs 513 tokens a sequence, the model takes 512"),
         ({"repeats": 0}, "repeats must be at least 1, got 0"),
     ],
 )
