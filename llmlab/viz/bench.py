@@ -64,7 +64,7 @@ def bench_figure(result: BenchResult, title: str = "") -> Figure:
     axis.grid(axis="x", visible=False)
     axis.set_ylabel("% of what the machine allows\n(number: median tokens/s)")
     axis.set_title(title or f"{result.model}, {result.dtype}: engines in turns, {result.date[:10]}")
-    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), title="peak memory")
+    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), title="engine, peak memory")
     return fig
 
 
@@ -147,8 +147,8 @@ def memory_order_figure(table: pd.DataFrame, title: str) -> Figure:
     fig = new_figure(9.0, 5.2)
     axes = fig.subplots(1, len(layouts), sharey=True)
     words = {
-        "rows": "as it is stored: one output after another\none load is 16 inputs of one output; their sum crosses lanes",
-        "panels": "packed: panels of 16 outputs\none load is one input of 16 outputs; lanes stay apart",
+        "rows": "as stored: output after output\none load: 16 inputs of one output,\nto be summed across the lanes",
+        "panels": "packed: panels of 16 outputs\none load: one input of 16 outputs,\nno sum across lanes",
     }
     for axis, layout in zip(axes, layouts, strict=True):
         grid = table[table["layout"] == layout].pivot(index="out", columns="in", values="position")
@@ -157,7 +157,7 @@ def memory_order_figure(table: pd.DataFrame, title: str) -> Figure:
         left, top = first["in"].min() - 0.5, first["out"].min() - 0.5
         width, height = first["in"].max() + 0.5 - left, first["out"].max() + 0.5 - top
         axis.add_patch(Rectangle((left, top), width, height, fill=False, edgecolor=SERIES[1], linewidth=3))
-        axis.set_title(words[layout], fontsize=9.5)
+        axis.set_title(words[layout], fontsize=10, fontweight="normal")
         axis.set_xlabel("input feature")
         axis.grid(visible=False)
         for edge in range(16, len(grid), 16):
@@ -187,10 +187,8 @@ def paths_figure(table: pd.DataFrame, roof: Roof, title: str) -> Figure:
                 rows["tokens"], rate / rows["seconds"], yerr=[s.clip(lower=0) for s in spread], label=path, **looks
             )
         axis.axhline(limit / unit, color=INK, linestyle="--", linewidth=1.2)
-        axis.annotate(
-            f"measured limit {engineering(limit / unit)}", (1, limit / unit), (0, 3), textcoords="offset points",
-            xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8.5,
-        )  # fmt: skip
+        above = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "va": "bottom"}
+        axis.annotate(f"measured limit {engineering(limit / unit)}", (1, limit / unit), (0, 3), fontsize=8.5, **above)
         axis.set_xscale("log", base=2)
         sizes = sorted(set(table["tokens"]))
         axis.set_xticks(sizes, [str(n) for n in sizes])
@@ -214,19 +212,19 @@ def variants_figure(table: pd.DataFrame, title: str) -> Figure:
     fig = new_figure(max(6.0, 2.3 * len(works)), 3.9)
     axes = fig.subplots(1, len(works), squeeze=False)[0]
     for axis, (work, size) in zip(axes, works, strict=True):
-        rows = table[(table["work"] == work) & (table["size"] == size)].set_index("variant").loc[variants] * 1
+        rows = table[(table["work"] == work) & (table["size"] == size)].set_index("variant").loc[variants]
         milli = rows[["seconds", "low", "high", "predicted"]] * 1e3
         for i, variant in enumerate(variants):
-            axis.bar(i, milli["seconds"][variant], 0.66, color=SERIES[i % len(SERIES)], hatch=("", "///", "xxx", "...")[i % 4],
-                     edgecolor="white")  # fmt: skip
+            looks = {"color": SERIES[i % len(SERIES)], "hatch": ("", "///", "xxx", "...")[i % 4], "edgecolor": "white"}
+            axis.bar(i, milli["seconds"][variant], 0.66, **looks)
         axis.vlines(range(len(variants)), milli["low"], milli["high"], color=INK, linewidth=1.2)
-        axis.hlines(milli["predicted"], [i - 0.4 for i in range(len(variants))], [i + 0.4 for i in range(len(variants))],
-                    color=SERIES[1], linewidth=2.5, label="the roof's prediction")  # fmt: skip
+        left, right = ([i + side for i in range(len(variants))] for side in (-0.4, 0.4))
+        axis.hlines(milli["predicted"], left, right, color=SERIES[5], linewidth=3, label="the roof's prediction")
         axis.set_xticks(range(len(variants)), variants, rotation=30, ha="right", fontsize=8.5)
         axis.set_title(f"decode, {size} seq." if work == "decode" else f"prefill {size}")
         axis.set_ylim(0, None)
         axis.grid(axis="x", visible=False)
     axes[0].set_ylabel("ms")
-    axes[0].legend(loc="lower left", fontsize=7.5)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left")
     fig.suptitle(title, x=0.01, ha="left", fontweight="bold")
     return fig
