@@ -146,11 +146,12 @@ def run(campaign: Campaign) -> None:
     campaign.section("kernels", 0.2, lambda: _kernels(campaign, compiled=False))
     campaign.section("correctness, float16", 0.1, lambda: _correctness(campaign, torch.float16))
     campaign.section("more than 2^31 elements", 0.1, lambda: _far(campaign))
-    campaign.section("claims", 0.15, lambda: _claims(campaign))
+    campaign.section("claims", 0.25, lambda: _claims(campaign))
     if second:
         campaign.section(f"engine: {second}", 0.15, lambda: _engine(campaign, second, drivers))
         campaign.section("claims on steps, small model", 0.1, lambda: _step_claims(campaign, second, drivers))
         drivers.clear()
+    campaign.section("claims that need no device", 0.1, lambda: _quick_claims(campaign))
     campaign.section("kernels, compiled", 1.0, lambda: _kernels(campaign, compiled=True))
 
 
@@ -241,6 +242,9 @@ def _claims(campaign: Campaign) -> None:
         if campaign.quick or (gpu_only and campaign.device.type != "cuda"):
             continue
         campaign.finding(claim, lambda e=experiment: e(campaign.device))
+
+
+def _quick_claims(campaign: Campaign) -> None:
     for one in () if campaign.quick else quick_claims():
         campaign.finding(one.id, one.measure)  # type: ignore[arg-type]
 
