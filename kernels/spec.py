@@ -16,6 +16,9 @@ from llmlab.kernels.launch import Launch, recording
 from triton.runtime.jit import JITFunction
 
 ALIGNMENT = 16  # bytes for pointers, multiples for integers: what Triton's JIT specialises on
+NEAR = (
+    2**31 - 1
+)  # bytes of storage up to which its AMD back end addresses a tensor by 32-bit offsets (buffer instructions)
 
 _TYPES = {
     torch.bfloat16: "bf16",
@@ -55,6 +58,7 @@ class CompileCase:
     ``signature`` maps every run-time argument to its Triton type ("*bf16", "i32", "fp32", "tensordesc<bf16[64,64]>");
     ``constexprs`` every other argument to its value (a run-time argument that is always 1 or None belongs here, as the JIT
     would have it). ``divisible_by_16``: the arguments that the JIT would find divisible, pointers (by 16 bytes) and integers.
+    ``near``: the pointers into storages small enough for AMD's buffer instructions.
     ``options``: further compile options; ``targets``: the only targets it is meant for (None: all).
     """
 
@@ -65,6 +69,7 @@ class CompileCase:
     num_warps: int = 4
     num_stages: int = 3
     divisible_by_16: tuple[str, ...] = ()
+    near: tuple[str, ...] = ()
     work: Work | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     targets: tuple[str, ...] | None = None
@@ -78,9 +83,10 @@ class CompileCase:
                 f"case {self.name!r} of {self.kernel.__name__} must name every argument once: "
                 f"missing {missing}, unknown {unknown}"
             )
-        strangers = sorted(set(self.divisible_by_16) - set(self.signature))
-        if strangers:
-            raise ValueError(f"case {self.name!r}: divisible_by_16 names {strangers}, which are no run-time arguments")
+        for field_name in ("divisible_by_16", "near"):
+            strangers = sorted(set(getattr(self, field_name)) - set(self.signature))
+            if strangers:
+                raise ValueError(f"case {self.name!r}: {field_name} names {strangers}, which are no run-time arguments")
 
 
 def capture(
@@ -124,6 +130,7 @@ def case_from_launch(
     signature: dict[str, str] = {}
     constexprs: dict[str, Any] = {}
     divisible: list[str] = []
+    near: list[str] = []
     for param in kernel.params:
         value = values.get(param.name, param.default)
         if param.is_constexpr:
@@ -138,6 +145,8 @@ def case_from_launch(
         signature[param.name] = "i32" if kind == "constexpr" else kind
         if aligned and not param.do_not_specialize:
             divisible.append(param.name)
+        if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() <= NEAR and not param.do_not_specialize:
+            near.append(param.name)
     return CompileCase(
         kernel,
         name,
@@ -146,6 +155,7 @@ def case_from_launch(
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         divisible_by_16=tuple(divisible),
+        near=tuple(near),
         work=work,
         options={key: value for key, value in launch.kwargs.items() if key not in kernel.arg_names},
         targets=targets,

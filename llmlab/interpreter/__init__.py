@@ -26,7 +26,7 @@ What it does not see: the compiler. Its shared-memory pipelines and barriers, it
 contraction of a*b+c) and its order of summation are its own; compile every kernel too (``llmlab.measure.static_report``) and give
 comparisons a tolerance. A program that waits for a later one never ends (``Checks.max_trips`` stops it). Pointers read from
 memory are followed only into tensors that are arguments too. Inline assembly, ``libdevice`` and other ``extern`` calls,
-``dot_scaled``, block pointers and ``map_elementwise`` are refused.
+``dot_scaled``, ``atomic_poll``, block pointers and ``map_elementwise`` are refused.
 
 Threads: a run keeps its state to itself, so that several may go on at once, also one inside another; ``checked`` holds for the
 thread (or asyncio task) that opened it. Versions: see ``versions.SUPPORTED_TRITON``; another one raises UnsupportedTritonError.

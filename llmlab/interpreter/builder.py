@@ -119,6 +119,12 @@ class NumpyBuilder(Arithmetic, Accesses, InterpreterBuilder):
         kept = kept[(kept >= 0) & (kept < bins)].astype(np.int64)
         return Handle(np.bincount(kept, minlength=bins).astype(np.int32), INT32)
 
+    def create_dot_scaled(self, *_: Any) -> None:
+        raise NotImplementedError("the interpreter has no tl.dot_scaled")
+
+    def create_atomic_poll(self, *_: Any) -> None:
+        raise NotImplementedError("tl.atomic_poll waits for another program; here they run one after the other")
+
     def create_inline_asm(self, *_: Any) -> None:
         raise NotImplementedError("inline assembly runs on a GPU only")
 

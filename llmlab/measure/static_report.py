@@ -61,7 +61,11 @@ def compile_case(case: CompileCase, target: Target) -> Any:
     """Triton's compiled kernel; whatever its compiler raises passes through."""
     kernel = case.kernel
     signature = {name: case.signature.get(name, "constexpr") for name in kernel.arg_names}
-    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in case.divisible_by_16}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for name in case.divisible_by_16:
+        attributes.setdefault((kernel.arg_names.index(name),), []).append(["tt.divisibility", 16])
+    for name in case.near if target.backend == "hip" else ():
+        attributes.setdefault((kernel.arg_names.index(name),), []).append(["tt.pointer_range", 32])
     source = ASTSource(kernel, signature=signature, constexprs=dict(case.constexprs), attrs=attributes)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
     return triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp_size), options=options)

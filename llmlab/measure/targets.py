@@ -33,6 +33,9 @@ class Target:
 
 
 _KIB = 1024
+PARTITIONS = (
+    4  # schedulers of a multiprocessor, or vector units of a compute unit: a warp's registers lie in one of them
+)
 
 TARGETS: dict[str, Target] = {
     target.name: target
@@ -65,8 +68,9 @@ def occupancy(target: Target, registers: int, shared_memory: int, warps: int) ->
         )
     granule = target.register_granule
     per_warp = -(-max(registers, 1) * target.warp_size // granule) * granule
+    resident = target.registers // PARTITIONS // per_warp * PARTITIONS  # each partition has its own part of the file
     limits = {
-        "registers": target.registers // (per_warp * warps),
+        "registers": resident // warps,
         "shared memory": target.shared_memory // max(shared_memory + target.shared_memory_reserved, 1),
         "warps": target.warps // warps,
         "CTAs": target.ctas,

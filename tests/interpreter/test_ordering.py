@@ -108,3 +108,24 @@ def test_two_programs_are_run_in_both_orders() -> None:
         out, ticket = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         assert kinds(run(_last_writer, (2,), out, ticket, checks=Checks(order_seed=seed))) == ["order-dependence"]
         assert out.tolist() == [0, 1]
+
+
+@triton.jit
+def _flag(o, flag, x, ORDERED: tl.constexpr):
+    p = tl.program_id(0)
+    if p == 0:
+        tl.store(o, tl.load(x))
+        if ORDERED:
+            tl.atomic_store(flag, 1)
+        else:
+            tl.atomic_store(flag, 1, sem="relaxed")
+    elif tl.atomic_load(flag) == 1:
+        tl.store(x + p, tl.load(o))
+
+
+@pytest.mark.skipif(not hasattr(tl, "atomic_store"), reason="this Triton has no atomic loads and stores")
+def test_a_flag_set_and_read_atomically() -> None:
+    for ordered, expected in ((True, []), (False, ["read-write-race"])):
+        x, flag = torch.arange(1.0, 5.0), torch.zeros(1, dtype=torch.int32)
+        assert kinds(run(_flag, (4,), torch.zeros(1), flag, x, ORDERED=ordered, checks=UNORDERED)) == expected
+        assert x.tolist() == [1.0] * 4

@@ -123,6 +123,16 @@ def test_too_few_warps_spill(matmul_row: dict[str, Any]) -> None:
     assert kinds(bad, bad) == set() and kinds(bad, bad, fatal=False) == {"spill"}  # known ones are only told
 
 
+def test_what_lies_within_two_gigabytes_is_addressed_by_amds_buffer_instructions() -> None:
+    case = copy_case()
+    assert case.near == ("x", "o")
+    far = torch.empty(1 << 30, dtype=torch.bfloat16, device="meta")[: 1 << 16]
+    far_case = capture("copy", lambda: launch(_copy, (32,), far, far, (1 << 16) - 16, B=2048))[0]
+    assert far_case.near == ()
+    texts = [static_report.compile_case(one, TARGETS["gfx942"]).asm["amdgcn"] for one in (case, far_case)]
+    assert ["buffer_load" in text for text in texts] == [True, False]
+
+
 def test_lost_alignment_is_lost_vector_loads(matmul_row: dict[str, Any]) -> None:
     assert "lost vector loads" in kinds(row_of(copy_case()), row_of(copy_case(offset=1)))
     bad = row_of(matmul_case(k=4098))  # rows start off any 16-byte boundary
@@ -249,6 +259,7 @@ def test_amdgcn_is_read() -> None:
         (255, 0, 8, 1, "registers"),
         (32, 100 * 1024, 4, 2, "shared memory"),
         (16, 0, 1, 32, "CTAs"),
+        (200, 0, 1, 8, "registers"),  # the file would hold ten warps, each of its four parts holds two
         (24, 0, 16, 4, "warps"),
         (64, 228 * 1024, 4, 0, "shared memory"),
     ],
