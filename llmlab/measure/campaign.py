@@ -24,7 +24,7 @@ import torch
 from llmlab.measure import campaign_claims, campaign_correctness, campaign_engine, campaign_kernels
 from llmlab.measure.claims import judge, quick_claims
 from llmlab.measure.hardware import Ceilings, describe_machine
-from llmlab.measure.measurements import COLUMNS, new_entry, slug, store, write
+from llmlab.measure.measurements import COLUMNS, ROOT, new_entry, slug, store, write
 from llmlab.measure.system import LoadMeter
 
 SAVE_EVERY = 2.0
@@ -33,6 +33,10 @@ SAVE_EVERY = 2.0
 
 def _say(line: str) -> None:
     print(line, flush=True)  # a borrowed machine's output is often read through a pipe
+
+
+def _traceback() -> str:
+    return traceback.format_exc().replace(f"{ROOT}/", "")  # where a checkout lies is nobody's business
 
 
 class OutOfTime(Exception):
@@ -101,7 +105,7 @@ class Campaign:
             except OutOfTime:
                 record["status"] = "cut off"
             except Exception:  # the rest of a run on a borrowed machine must not be lost with one part
-                record |= {"status": "failed", "reason": traceback.format_exc()}
+                record |= {"status": "failed", "reason": _traceback()}
                 self.say(f"          failed: {record['reason'].strip().splitlines()[-1]}")
         record["seconds"] = round(time.monotonic() - start, 2)
         if self.device.type == "cuda":
@@ -123,7 +127,7 @@ class Campaign:
         except OutOfTime:
             raise
         except Exception:
-            reason = traceback.format_exc()
+            reason = _traceback()
             self.entry["sections"].append({"name": claim, "status": "skipped", "seconds": 0.0, "reason": reason})
             self.say(f"          {claim} skipped: {reason.strip().splitlines()[-1]}")
         else:

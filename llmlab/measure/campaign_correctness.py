@@ -18,6 +18,7 @@ from torch import Tensor
 
 from llmlab import ops
 from llmlab.measure import oracles
+from llmlab.measure.measurements import ROOT
 
 TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.float16: (2e-3, 1e-3), torch.bfloat16: (1.6e-2, 8e-3)}
 """Relative and absolute: an ulp or two of the output's rounding, and what float32 sums inside may lose."""
@@ -67,7 +68,7 @@ def check(case: Case, how: str) -> dict[str, Any]:
         with _checked(how):
             errors = [_error(got, want) for got, want in case.run()]
     except Exception:
-        return row | {"ok": False, "error": None, "reason": traceback.format_exc(limit=-4)}
+        return row | {"ok": False, "error": None, "reason": traceback.format_exc(limit=-4).replace(f"{ROOT}/", "")}
     worst = max(errors)
     ok = worst <= 1.0  # false for NaN
     return row | {"ok": ok, "error": worst if worst < float("inf") else None, "reason": "" if ok else "differs"}

@@ -117,6 +117,7 @@ def test_a_failure_is_recorded_and_the_rest_goes_on(empty: Campaign) -> None:
     kept = json.loads(empty.file.read_text())["sections"]
     assert [s["status"] for s in kept] == ["failed", "done", "skipped"]
     assert "RuntimeError: the reason" in kept[0]["reason"]
+    assert str(measurements.ROOT) not in kept[0]["reason"]
     assert kept[2]["reason"] == "needs more"
 
 
