@@ -122,11 +122,14 @@ def planted() -> dict[str, tuple[Any, int]]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(planted: dict[str, tuple[Any, int]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+def outcomes(
+    planted: dict[str, tuple[Any, int]], default_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Outcome]]:
     return run_nbval(tmp_path_factory.mktemp("planted"), **{name: notebook for name, (notebook, _) in planted.items()})
 
 
 @pytest.mark.slow
+@pytest.mark.model
 @pytest.mark.parametrize("name", [path.stem for path in NOTEBOOKS])
 def test_a_planted_digit_is_caught_and_clocked_ones_are_not(
     name: str, planted: dict[str, tuple[Any, int]], outcomes: dict[str, list[Outcome]]
