@@ -41,12 +41,13 @@ class Roof:
 
 @dataclass(frozen=True)
 class Datasheet:
-    """One GPU as its vendor describes it: FLOP/s by dtype, bytes/s, bytes."""
+    """One GPU as its vendor describes it: FLOP/s by dtype, bytes/s, bytes, and the units that run programs (SMs, or CUs)."""
 
     name: str
     flops: dict[str, float]
     bandwidth: float
     memory_bytes: float
+    multiprocessors: int
     source: str
 
     def roof(self, dtype: str = "bfloat16") -> Roof:
@@ -57,24 +58,33 @@ class Datasheet:
 
 
 def _sheet(
-    name: str, half: float, float8: float | None, float32: float, bandwidth: float, gigabytes: float, source: str
+    name: str,
+    half: float,
+    float8: float | None,
+    float32: float,
+    bandwidth: float,
+    gigabytes: float,
+    multiprocessors: int,
+    source: str,
 ) -> Datasheet:
     flops = {"bfloat16": half * 1e12, "float16": half * 1e12, "float32": float32 * 1e12}
     if float8 is not None:
         flops["float8"] = float8 * 1e12
-    return Datasheet(name, flops, bandwidth * 1e12, gigabytes * 1e9, source)
+    return Datasheet(name, flops, bandwidth * 1e12, gigabytes * 1e9, multiprocessors, source)
 
 
 # float32 is the rate without matrix units (without TF32), as torch uses by default.
 DATASHEETS: dict[str, Datasheet] = {
     sheet.name: sheet
     for sheet in (
-        _sheet("A100-80GB SXM", 312, None, 19.5, 2.039, 80, "NVIDIA A100 80GB datasheet (2021)"),
-        _sheet("H100 SXM", 989.4, 1978.9, 66.9, 3.35, 80, "NVIDIA H100 architecture whitepaper, SXM5 (2023)"),
-        _sheet("H200 SXM", 989.4, 1978.9, 66.9, 4.8, 141, "NVIDIA H200 datasheet (2023)"),
-        _sheet("B200 (HGX, 1000 W)", 2250, 4500, 80, 8.0, 180, "NVIDIA Blackwell architecture technical brief (2024)"),
-        _sheet("RTX 4090", 165.2, 330.3, 82.6, 1.008, 24, "NVIDIA Ada GPU architecture whitepaper v2 (2023)"),
-        _sheet("MI300X", 1307.4, 2614.9, 163.4, 5.3, 192, "AMD Instinct MI300X data sheet (2023)"),
+        _sheet("A100-80GB SXM", 312, None, 19.5, 2.039, 80, 108, "NVIDIA A100 80GB datasheet (2021)"),
+        _sheet("H100 SXM", 989.4, 1978.9, 66.9, 3.35, 80, 132, "NVIDIA H100 architecture whitepaper, SXM5 (2023)"),
+        _sheet("H200 SXM", 989.4, 1978.9, 66.9, 4.8, 141, 132, "NVIDIA H200 datasheet (2023)"),
+        _sheet(
+            "B200 (HGX, 1000 W)", 2250, 4500, 80, 8.0, 180, 148, "NVIDIA Blackwell architecture technical brief (2024)"
+        ),
+        _sheet("RTX 4090", 165.2, 330.3, 82.6, 1.008, 24, 128, "NVIDIA Ada GPU architecture whitepaper v2 (2023)"),
+        _sheet("MI300X", 1307.4, 2614.9, 163.4, 5.3, 192, 304, "AMD Instinct MI300X data sheet (2023)"),
     )
 }
 

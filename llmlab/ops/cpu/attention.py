@@ -233,7 +233,10 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     return_lse: bool = False,
+    *,
+    max_parts: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
+    """The op's equal; ``max_parts`` is into how many parts a token's context is cut at most (None: by tokens and threads)."""
     tokens, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
     kind = simd.KINDS.get(q.dtype)
@@ -273,7 +276,8 @@ def paged_attention(
             rest = torch.tensor([t for r in sorted(few) for t in range(starts[r], starts[r + 1])], dtype=torch.int64)
     count, size = tokens if rest is None else rest.shape[0], q.element_size()
     if count:
-        max_parts = max(min(16 * torch.get_num_threads() // count, _MAX_PARTS), 1)
+        if max_parts is None:
+            max_parts = max(min(16 * torch.get_num_threads() // count, _MAX_PARTS), 1)
         parts = counters = out
         if max_parts > 1:
             parts = empty((count * max_parts * part_floats(num_heads, head_dim),), torch.float32)
