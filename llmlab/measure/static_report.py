@@ -273,8 +273,22 @@ def baseline_document(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"triton": rows[0]["triton"] if rows else triton.__version__, "rows": kept}
 
 
+def read_baseline(path: Path) -> dict[str, Any]:
+    """What ``baseline_document`` made. Raises OSError or ValueError for a file that is none."""
+    try:
+        document = json.loads(path.read_text())
+        if isinstance(document, dict) and isinstance(document["triton"], str) and isinstance(document["rows"], list):
+            return document
+    except (ValueError, KeyError):
+        pass
+    raise ValueError(f"{path} is no baseline of this report")
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Print the report; with ``--baseline`` compare and return 1 where the gate fails, or where something does not compile."""
+    """Print the report; with ``--baseline`` compare and return 1 where the gate fails, or where something does not compile.
+
+    2 for a bad argument, file or name, with one line on stderr.
+    """
     parser = argparse.ArgumentParser(
         prog="llmlab kernels", description="What a compiler makes of every kernel, without a GPU."
     )
@@ -288,18 +302,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="compile in N processes")
     parser.add_argument("--triton-path", type=Path, metavar="DIR", help="use the Triton installed there")
     arguments = parser.parse_args(argv)
-    targets = arguments.target or ["sm_90"]
+    try:
+        return _report(arguments, list(dict.fromkeys(arguments.target or ["sm_90"])))
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"llmlab kernels: {error}", file=sys.stderr)
+        return 2
+
+
+def _report(arguments: argparse.Namespace, targets: list[str]) -> int:
+    baseline = None if arguments.baseline is None else read_baseline(arguments.baseline)
     if arguments.triton_path is not None:
         rows = collect_with(arguments.triton_path, targets, arguments.kernel, arguments.jobs)
     else:
         rows = collect(targets, arguments.kernel, arguments.jobs, progress=sys.stderr.isatty())
     if not rows:
-        print(f"no case of {', '.join(targets)} is called like {arguments.kernel!r}", file=sys.stderr)
-        return 2
+        raise ValueError(f"no case of {', '.join(targets)} is called like {arguments.kernel!r}")
     regressions = []
-    if arguments.baseline is not None:
-        known = json.loads(arguments.baseline.read_text())["rows"]
-        known = [row for row in known if row["target"] in targets and arguments.kernel in row["case"]]
+    if baseline is not None:
+        if baseline["triton"] != rows[0]["triton"]:
+            raise ValueError(
+                f"{arguments.baseline} is a baseline of triton {baseline['triton']}, which says nothing of "
+                f"triton {rows[0]['triton']}"
+            )
+        known = [row for row in baseline["rows"] if row["target"] in targets and arguments.kernel in row["case"]]
         regressions = compare(known, rows)
     if arguments.write_baseline is not None:
         arguments.write_baseline.parent.mkdir(parents=True, exist_ok=True)

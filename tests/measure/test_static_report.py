@@ -317,6 +317,29 @@ def test_a_name_that_matches_nothing_is_an_error(capsys: pytest.CaptureFixture[s
     assert "no_such_kernel" in capsys.readouterr().err
 
 
+def test_bad_files_and_arguments_are_one_line_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = ["--kernel", "mlp/silu_and_mul_bfloat16_i1536"]
+    other_version, no_baseline = tmp_path / "other.json", tmp_path / "rows.json"
+    other_version.write_text(json.dumps({"triton": "3.0.0", "rows": []}))
+    no_baseline.write_text("[1]")
+    for arguments, message in (
+        (["--baseline", str(tmp_path / "missing.json")], "missing.json"),
+        (["--baseline", str(no_baseline)], "is no baseline"),
+        (["--baseline", str(other_version)], "is a baseline of triton 3.0.0, which says nothing of triton"),
+        (["--triton-path", str(tmp_path)], "holds no triton package"),
+        (["--jobs", "0"], "jobs must be at least 1, not 0"),
+    ):
+        assert static_report.main([*one, *arguments]) == 2
+        printed = capsys.readouterr()
+        assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+def test_a_target_named_twice_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    target = ["--target", "sm_90"]
+    assert static_report.main(["--kernel", "mlp/silu_and_mul_bfloat16_i1536", *target, *target, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == 1
+
+
 def test_jobs_change_nothing() -> None:
     def rows(jobs: int) -> list[dict[str, Any]]:
         found = static_report.collect(["sm_90", "sm_80"], "mlp/silu_and_mul_bfloat16", jobs=jobs)
