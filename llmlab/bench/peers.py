@@ -122,7 +122,8 @@ class VLLM:
 
 
 class OpenVINO:
-    """OpenVINO GenAI's continuous batching, from a GGUF in float16 (it reads no other type that is not quantised), computing in ``dtype``."""
+    """OpenVINO GenAI's continuous batching, computing in ``dtype``, from a GGUF in float16: it reads no
+    other type that is not quantised."""
 
     def __init__(self, options: Options):
         import openvino_genai as genai
