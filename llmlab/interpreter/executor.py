@@ -91,7 +91,9 @@ class Arguments:
             return tuple(self.convert(f"{name}[{i}]", item, specialise) for i, item in enumerate(value))
         if isinstance(getattr(value, "base", None), torch.Tensor) and hasattr(value, "block_shape"):
             return self._descriptor(name, value)
-        return unwrap(value)
+        if value is None or callable(value) or isinstance(value, (tl.constexpr, tl.dtype)):
+            return unwrap(value)
+        raise ValueError(f"{name!r} = {value!r}: Triton's launcher takes no {type(value).__name__} but as a constexpr")
 
     def _number(self, name: str, value: Any, dtype: tl.dtype) -> Tensor:
         if isinstance(value, float) and not dtype.is_floating():

@@ -195,6 +195,8 @@ class Runtime:
     def loop(self, kind: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         if kind is tl.static_range:
             parts = [unwrap(part) for part in _range_parts(args, kwargs)]
+            if any(isinstance(part, CoreTensor) for part in parts):
+                raise TypeError("the bounds of tl.static_range must be known at compile time")
             return iter(range(*parts))
         if kind is not tl.range and kind is not range:
             raise TypeError("a for loop goes over range, tl.range or tl.static_range")

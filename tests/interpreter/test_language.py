@@ -189,6 +189,9 @@ def test_bad_arguments_are_refused() -> None:
         run(_static_failure, (1,), out, N=6, WIDTH=3)
     with pytest.raises(ValueError, match="missing a required argument"):
         run(_static_failure, (1,), out)
+    for value in (np.int64(5), "five", [5]):
+        with pytest.raises(ValueError, match=f"'n' = .*takes no {type(value).__name__}"):
+            run(_product, (1,), out, value)
     with pytest.raises(ValueError, match="grid"):
         run(_static_failure, (1, 1, 1, 1), out, N=6)
     with pytest.raises(ValueError, match="CPU tensors"):
@@ -264,3 +267,14 @@ def test_what_only_a_gpu_has_is_named() -> None:
         run(_device_function, (1,), torch.ones(1), torch.zeros(1))
     with pytest.raises(KernelError, match="inline assembly"):
         run(_assembly, (1,), torch.ones(1), torch.zeros(1))
+
+
+@triton.jit
+def _unrolls(o, n):
+    for i in tl.static_range(n):
+        tl.store(o + i, i)
+
+
+def test_an_unrolled_loop_has_constant_bounds() -> None:
+    with pytest.raises(KernelError, match="static_range must be known at compile time"):
+        run(_unrolls, (1,), torch.zeros(4), 3)
