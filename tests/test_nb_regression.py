@@ -134,7 +134,7 @@ def outcomes(
 def test_a_planted_digit_is_caught_and_clocked_ones_are_not(
     name: str, planted: dict[str, tuple[Any, int]], outcomes: dict[str, list[Outcome]]
 ) -> None:
-    assert name in planted, "no cell prints a number that is compared: nothing in this notebook is checked"
+    assert name in planted, "no stored output holds a number that is compared: nothing is checked here; was it run?"
     _, number = planted[name]
     *before, last = outcomes[name]
     assert len(before) == number
