@@ -98,7 +98,7 @@ def test_begins_with_a_question_and_takes_typed_parameters(notebook: Any) -> Non
 def test_stands_on_the_index_page_with_its_picture(path: Path) -> None:
     index = (ROOT / "nbs" / "README.md").read_text(encoding="utf-8")
     assert f"({path.name})" in index, "name it in nbs/README.md"
-    assert f"(images/{path.stem}.png)" in index and (ROOT / "nbs" / "images" / f"{path.stem}.png").is_file()
+    assert f'"images/{path.stem}.png"' in index and (ROOT / "nbs" / "images" / f"{path.stem}.png").is_file()
 
 
 @pytest.mark.parametrize(
