@@ -108,17 +108,19 @@ def race_figure(table: pd.DataFrame, winner: int) -> Figure:
         (axes[1], table["q"], "q ~ Exp(1): the luck of this draw", "noise"),
         (axes[2], arrival, "q / p: when it arrives", "arrival time, log"),
     )
+    colours = [SERIES[1] if i == winner else SERIES[0] for i in range(len(table))]
+    hatches = ["///" if i == winner else "" for i in range(len(table))]
     for axis, values, title, label in panels:
-        colours = [SERIES[1] if i == winner else SERIES[0] for i in range(len(table))]
-        hatches = ["///" if i == winner else "" for i in range(len(table))]
-        axis.barh(rows, values, color=colours, hatch=hatches, edgecolor="white")
+        if axis is not axes[2]:  # a bar on a logarithmic axis begins nowhere: points there
+            axis.barh(rows, values, color=colours, hatch=hatches, edgecolor="white")
         axis.set_title(title)
         axis.set_xlabel(label)
         axis.grid(axis="y", visible=False)
-    axes[2].set_xscale("log")
-    axes[2].set_xlim(0.4 * arrival.min(), 8 * arrival.max())
+    log_axis(axes[2], "x")
+    axes[2].set_xlim(0.4 * arrival.min(), 20 * arrival.max())
     for i, (y, value) in enumerate(zip(rows, arrival, strict=True)):
-        mark = f" {value:.3g}" + ("  first" if i == winner else "")
+        axes[2].plot(value, y, MARKERS[1] if i == winner else MARKERS[0], color=colours[i])
+        mark = f"   {value:.3g}" + ("  first" if i == winner else "")
         axes[2].text(value, y, mark, va="center", fontsize=8.5, color=INK)
     axes[0].set_yticks(rows, [repr(token) for token in table["token"]])
     return fig
