@@ -149,8 +149,8 @@ def table_against_computing(
     generator = torch.Generator().manual_seed(0)
     rows = []
     pairs = rotary_pairs(device)
-    if device.type == "cpu" and head_dim % 32:
-        pairs.pop("compiled", None)  # the CPU kernels turn sixteen pairs at a time, and leave other heads to plain torch
+    if device.type == "cpu" and head_dim % 32:  # the CPU's kernels turn sixteen pairs at a time
+        pairs.pop("compiled", None)
     for name, (look_up, compute) in pairs.items():
         for count in num_tokens:
             shape = (count, num_heads + 2 * num_kv_heads, head_dim)

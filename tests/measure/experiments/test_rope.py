@@ -93,3 +93,8 @@ def test_comparison_has_a_row_a_case():
     table = rope.table_against_computing((4, 8), max_position=64, max_seconds=0.01)
     assert len(table) == 2 * 2 * len(rope.rotary_pairs(torch.device("cpu")))
     assert (table[["table_seconds", "computed_seconds"]] > 0).all(axis=None)
+
+
+def test_heads_that_the_cpu_kernels_do_not_take_are_left_to_torch():
+    table = rope.table_against_computing((4,), head_dim=80, max_position=64, max_seconds=0.01)
+    assert set(table["implementation"]) == {"plain torch"}
