@@ -5,6 +5,8 @@ narrow tile and many programs (``flash_decoding``); a chunk reuses what it reads
 takes two launches, each leaving the other's requests out: which requests those are only the device knows.
 """
 
+from dataclasses import replace
+
 import torch
 from llmlab.kernels.attention_tile import TILES, Tile, attention_work, choose_tile, queries_per_tile
 from llmlab.kernels.flash_decoding import attend_in_splits, choose_splits
@@ -54,6 +56,8 @@ def paged_attention(
         )
     else:
         narrow = choose_tile(num_reqs, num_reqs, group, head_dim, q.dtype, machine)
+        if machine == "hopper" and narrow.block_m == 16 and 64 < head_dim <= 128 and sliding_window and soft_cap:
+            narrow = replace(narrow, max_registers=128)  # both masks at once: left alone, ptxas takes 96 and spills
         # Were no request empty, none could have more queries than this.
         wide = choose_tile(num_tokens - num_reqs + 1, 1, group, head_dim, q.dtype, machine)
         fitting = queries_per_tile(narrow, group)
@@ -103,7 +107,11 @@ def compile_cases() -> list[CompileCase]:
         add(f"short_d{head_dim}", (16, 1, 32, 8, head_dim))
         add(f"decode_d{head_dim}", (64, 64, 32, 8, head_dim))
         add(f"float32_d{head_dim}", (8192, 1, 32, 8, head_dim), dtype=torch.float32)
+        masks = {"sliding_window": 4096, "soft_cap": 50.0}
+        add(f"float32_d{head_dim}_soft_cap_window", (8192, 1, 32, 8, head_dim), dtype=torch.float32, **masks)
+        add(f"float32_decode_d{head_dim}_window", (8, 8, 32, 8, head_dim), dtype=torch.float32, sliding_window=4096)
     add("mixed_d128", (2048, 65, 32, 8, 128))
+    add("mixed_d128_soft_cap_window", (2048, 65, 32, 8, 128), sliding_window=4096, soft_cap=50.0)
     add("prefill_d64_group3", (8192, 1, 9, 3, 64))
     add("decode_d128_group32", (64, 64, 32, 1, 128))
     add("prefill_d128_page64", (8192, 1, 32, 8, 128), 64)

@@ -98,7 +98,11 @@ class Tile:
 
 
 # Full float32 has no tensor cores on NVIDIA: small tiles, for exactness and not for speed.
-FLOAT32_TILES = {64: Tile(16, 32, 4, 2), 128: Tile(16, 32, 8, 2), 256: Tile(16, 32, 8, 2)}
+FLOAT32_TILES = {
+    64: Tile(16, 32, 4, 2, max_registers=255),
+    128: Tile(16, 32, 8, 2, max_registers=255),
+    256: Tile(16, 16, 8, 2),
+}
 
 
 @dataclass(frozen=True)
