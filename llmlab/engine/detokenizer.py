@@ -151,6 +151,10 @@ class IncrementalDetokenizer:
             self._show(0)
         return self.text
 
+    def give_up(self) -> None:
+        """End the text where it stands: what is held back is not shown, nothing more is decoded."""
+        self._finished, self._held = True, ""
+
     def _show(self, hold_back: int) -> None:
         """Release what is held but for the last `hold_back` characters."""
         end = len(self._held) - hold_back

@@ -16,6 +16,7 @@ from llmlab.engine.detokenizer import IncrementalDetokenizer
 from llmlab.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from llmlab.engine.request import Request, RequestStatus
 from llmlab.engine.scheduler import Scheduler
+from llmlab.engine.sizing import check_fit
 from llmlab.sampling.params import SamplingParams
 from llmlab.tokenizer import NoTokenizer
 
@@ -57,9 +58,13 @@ class LLMEngine:
 
     Attributes:
         scheduler: holds every unfinished request; its ``stats`` count what happened.
+
+    Raises:
+        ValueError: the scheduler would hand out positions or blocks that the runner does not have.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, sampler: Sampler, tokenizer: Tokenizer):
+        check_fit(runner, scheduler)
         self.runner = runner
         self.scheduler = scheduler
         self.sampler = sampler
@@ -219,7 +224,11 @@ class LLMEngine:
                     sequence.cumulative_logprob += entry[sampled.token_ids[row]].logprob
         self.scheduler.update_from_output(scheduled, token_ids)
         for request_id, token_id in token_ids.items():
-            self._detokenize(self._sequences[request_id], token_id)
+            sequence = self._sequences[request_id]
+            try:
+                self._detokenize(sequence, token_id)
+            except Exception as error:  # what a tokenizer can't decode is one request's trouble, not the others'
+                self._fail_text(sequence, error)
         return [self._sequences[request.request_id].parent for request in kept]
 
     def _detokenize(self, sequence: _Sequence, token_id: int) -> None:
@@ -228,6 +237,22 @@ class LLMEngine:
         if stop is not None:
             self.scheduler.finish_request(request.request_id, RequestStatus.FINISHED_STOPPED, stop_reason=stop)
             request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, stop
+
+    def _fail_text(self, sequence: _Sequence, error: Exception) -> None:
+        """End one request whose text can't be decoded, even if this very token ended it; its token ids stay."""
+        sequence.detokenizer.give_up()
+        request, message = sequence.request, f"detokenizing: {type(error).__name__}: {error}"
+        self.scheduler.finish_request(request.request_id, RequestStatus.FINISHED_ERROR, error=message)
+        request.status, request.stop_reason, request.error = RequestStatus.FINISHED_ERROR, None, message
+
+    def _text(self, sequence: _Sequence) -> str:
+        if not sequence.request.is_finished:
+            return sequence.detokenizer.text
+        try:
+            return sequence.detokenizer.finish()
+        except Exception as error:
+            self._fail_text(sequence, error)
+            return sequence.detokenizer.text
 
     def _prompt_logprobs(self, scheduled: SchedulerOutput, batch: Batch, hidden: Tensor) -> None:
         """Logits at every prompt position of this step, for the requests that asked; each position once."""
@@ -252,15 +277,15 @@ class LLMEngine:
         outputs = []
         for sequence in parent.sequences:
             request = sequence.request
-            reason = request.finish_reason
+            text = self._text(sequence)
             outputs.append(
                 CompletionOutput(
                     index=sequence.index,
-                    text=sequence.detokenizer.finish() if reason is not None else sequence.detokenizer.text,
+                    text=text,
                     token_ids=list(request.output_token_ids),
                     cumulative_logprob=sequence.cumulative_logprob,
                     logprobs=None if sequence.logprobs is None else list(sequence.logprobs),
-                    finish_reason=reason,
+                    finish_reason=request.finish_reason,
                     stop_reason=request.stop_reason,
                 )
             )

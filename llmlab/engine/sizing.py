@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from llmlab.config import ModelConfig
+
+if TYPE_CHECKING:
+    from llmlab.engine.runner import Runner
+    from llmlab.engine.scheduler import Scheduler
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DTYPE_ALIASES = {"float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -90,6 +96,24 @@ def choose_num_kv_blocks(
     if affordable < 1:
         raise ValueError(f"no memory for a KV cache: a block needs {block_bytes:,} bytes, {free:,} are free")
     return min(useful, affordable)
+
+
+def check_fit(runner: Runner, scheduler: Scheduler) -> None:
+    """Raise ValueError if the scheduler may plan positions or blocks that the runner does not have.
+
+    A kernel that was sent there would read and write foreign memory.
+    """
+    num_positions, cache = len(runner.model.rotary.cos_sin_cache), scheduler.cache_config
+    if scheduler.config.max_model_len > num_positions:
+        raise ValueError(
+            f"max_model_len={scheduler.config.max_model_len}, but the model's rotary table has {num_positions} positions"
+        )
+    if cache.block_size != runner.block_size:
+        raise ValueError(f"block_size={cache.block_size}, but the KV cache has blocks of {runner.block_size} tokens")
+    for name, memory in (("num_blocks", runner.kv_cache), ("num_host_blocks", runner.host_cache)):
+        most = 0 if memory is None else memory.shape[2]
+        if getattr(cache, name) > most:
+            raise ValueError(f"{name}={getattr(cache, name)}, but the memory holds {most} blocks")
 
 
 def _free_memory() -> int:
