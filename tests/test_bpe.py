@@ -1,4 +1,4 @@
-"""llmlab.bpe against Hugging Face tokenizers and tiktoken, id for id, and against the field's known failures 55-59."""
+"""llmlab.bpe against Hugging Face tokenizers and tiktoken, id for id, and on the texts that tokenizers tend to get wrong."""
 
 import base64
 import json
@@ -344,7 +344,7 @@ def test_train_refuses(arguments, message):
         Tokenizer.train("some text", **arguments)
 
 
-# --- known failures ----------------------------------------------------------------------------------------------
+# --- special tokens, whole pieces, round trips --------------------------------------------------------------------
 
 
 def toy_json(**model) -> dict:

@@ -1,4 +1,4 @@
-"""The growing text of a request: pieces that join to the whole, whole characters, stop strings (known failures 47-54)."""
+"""The growing text of a request: pieces that join to the whole, whole characters, stop strings."""
 
 from dataclasses import dataclass, field
 
@@ -143,7 +143,7 @@ def test_byte_level_text_is_what_hf_decodes():
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
 def test_no_half_characters(make):
-    """Known failure 52: the bytes of "ď🦙客" one by one."""
+    """The bytes of "ď🦙客" one by one: a character appears when its last byte has come, and not before."""
     hf = make()
     tokenizer = Tokenizer.load(PreTrainedTokenizerFast(tokenizer_object=hf))
     one_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
@@ -260,7 +260,7 @@ def test_continuing_a_prompt_keeps_the_space_between():
 
 
 def test_stop_string_across_tokens(letters):
-    """Known failure 50."""
+    """A stop string may begin inside one token and end inside another; no part of it is ever shown."""
     text, pieces, stop = feed(letters, ids("ab", "cST", "OPx"), Params(stop=["STOP"]))
     assert (text, stop) == ("abc", "STOP")
     assert not any("S" in piece for piece in pieces)
@@ -310,7 +310,7 @@ def test_hold_back_is_no_longer_than_it_must_be(letters):
     ],
 )
 def test_min_tokens_holds_stop_strings_off(letters, tokens, min_tokens, expected, reason):
-    """Known failure 47."""
+    """What is complete within the first min_tokens tokens is text; it does not stop the request later either."""
     for stop in (["STOP"], ["STOP", "a much longer string"]):  # held back does not mean searched again
         text, _, found = feed(letters, ids(*tokens), Params(stop=stop, min_tokens=min_tokens))
         assert (text, found) == (expected, reason)
