@@ -65,6 +65,18 @@ def test_greedy_is_hugging_faces_token_for_token(random_hf_model, architecture, 
 
 
 @pytest.mark.filterwarnings("ignore:.*has no tokenizer")
+@pytest.mark.parametrize(("backend", "budget"), [("torch", 1), ("torch", 5), ("reference", 5)])
+def test_a_sliding_window_over_chunks_and_cached_blocks(random_hf_model, backend, budget):
+    """Windows smaller than a prompt and not a multiple of a block, prompts in pieces, and their blocks hit again."""
+    model, folder = random_hf_model("MistralForCausalLM", sliding_window=6)
+    llm = make(folder, backend=backend, max_num_batched_tokens=budget)
+    expected = [hf_greedy(model, p, 12) for p in PROMPTS]
+    for _ in range(2):
+        assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+    assert llm.engine.scheduler.stats.totals.prefix_cache_hits > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*has no tokenizer")
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 def test_length_dependent_rope_in_generate(random_hf_model, rope_type):
     """Prompts on both sides of the threshold, outputs that cross it, chunks, and a shared prefix of another length."""

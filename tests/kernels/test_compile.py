@@ -5,6 +5,7 @@ Every case of every file is compiled by ``llmlab.measure.static_report``; here t
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 from pathlib import Path
@@ -106,6 +107,15 @@ def test_it_is_no_worse_than_the_committed_baseline(name: str, target: str):
     known = baseline().get((name, target))
     assert known is not None, "a new case: write the baseline again"
     assert [str(found) for found in compare([known], [report(name, target)]) if found.fatal] == []
+
+
+def test_no_kernel_has_block_pointers_or_an_autotuner():
+    """Triton deprecates the first and removes them; the second times every choice at a first call, which needs a GPU."""
+    files = sorted(Path(attention.__file__).parent.glob("*.py"))
+    assert len(files) > 10
+    for file in files:
+        used = {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
+        assert not used & {"make_block_ptr", "advance", "autotune"}, file.name
 
 
 def test_the_baseline_knows_every_case():

@@ -95,6 +95,28 @@ def test_heads_and_block_sizes(shape, dtype):
     check(MIXES["a mix"], SHAPES[shape], dtype)
 
 
+@pytest.mark.parametrize("query_len", [1, 2, 15, 16, 17])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (4, 96), (7, 80), (32, 128)])
+def test_lengths_at_block_edges(query_len, group, head_dim):
+    """Contexts of one token, and one off a block either way, for groups that are no power of two or very large."""
+    block_size = 8
+    lens = [(query_len, max(query_len, n)) for n in (1, block_size - 1, block_size, block_size + 1, 3 * block_size + 1)]
+    check(lens, (group, 1, head_dim, block_size), torch.float32)
+
+
+def test_block_ids_past_two_to_the_31_elements():
+    """The second block starts 2^31 + 16 elements into the cache (memory that is reserved, and hardly touched)."""
+    (q, keys, values, table, starts, seq_lens), (kv,) = paged([(2, 20)], 2, 1, 64, 16, torch.float16)
+    caches = []
+    for cache in (keys, values):
+        far = torch.empty_strided((2, 16, 1, 64), (2**31 + 16, 64, 64, 1), dtype=torch.float16)
+        for j in range(2):
+            far[1 - j] = cache[int(table[0, j])]
+        caches.append(far)
+    out = ops.paged_attention.cpu(q, *caches, torch.tensor([[1, 0]], dtype=torch.int32), starts, seq_lens, 0.125)
+    torch.testing.assert_close(out.double(), oracle(q, kv, 0.125)[0], rtol=0, atol=TOLERANCE[torch.float16])
+
+
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 @pytest.mark.parametrize("window", [1, 17, 64, 1000])
 def test_windows_and_soft_caps(window, soft_cap):

@@ -100,6 +100,14 @@ def test_reshape_and_cache_to_the_bit(dtype, tokens):
     assert torch.equal(bits(caches[0]), bits(caches[1]))
 
 
+def test_slots_past_two_to_the_31_elements():
+    """Slot 3 in block 1, which starts 2^31 + 64 elements into the cache (memory that is reserved, and hardly touched)."""
+    caches = [torch.empty_strided((2, 2, 1, 64), (2**31 + 64, 64, 64, 1), dtype=torch.float16) for _ in range(2)]
+    k = torch.ones(1, 1, 64, dtype=torch.float16)
+    ops.reshape_and_cache.cpu(k, k + 1, *caches, torch.tensor([3]))
+    assert (caches[0][1, 1] == 1).all() and (caches[1][1, 1] == 2).all()
+
+
 def test_a_slot_outside_the_cache_writes_nothing_and_is_named():
     k, cache = randn(2, 1, 16), torch.zeros(2, 3, 4, 1, 16)
     with pytest.raises(IndexError, match="slot 12 is outside the cache of 12 slots"):

@@ -141,6 +141,17 @@ def test_fused_add_norms_the_rounded_sum():
     assert torch.equal(normed, ops.rms_norm.reference(x + residual, weight, 1e-6))
 
 
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-10)])
+def test_silu_and_mul_is_rounded_once(dtype, unit):
+    """The float64 product rounded to half precision, but for a tie or so; torch's two rounded steps are a unit off in places."""
+    x = torch.randn(8, 1024, generator=torch.Generator().manual_seed(0)).to(dtype)
+    gate, up = x.chunk(2, dim=1)
+    exact = (torch.nn.functional.silu(gate.double()) * up.double()).to(dtype)
+    out, stepwise = ops.silu_and_mul.reference(x), torch.nn.functional.silu(gate) * up
+    assert (out != exact).float().mean() < 1e-3 < (stepwise != exact).float().mean()
+    torch.testing.assert_close(out, stepwise, rtol=unit, atol=1e-7)
+
+
 def test_linear_and_attention_flops_are_counted_flops():
     x, w = torch.randn(7, 32), torch.randn(48, 32)
     with FlopCounterMode(display=False) as counter:
