@@ -450,12 +450,15 @@ def test_the_last_one_is_preempted_and_computes_prompt_and_output_again(caching)
     assert second.num_prompt_tokens == 7 and second.num_output_tokens == 5
 
 
-def test_nothing_is_admitted_in_a_step_that_preempted():
-    scheduler, *_ = two_that_do_not_fit()
-    add(scheduler, "c", 1)
+@pytest.mark.parametrize(("policy", "order"), [("fcfs", ["b", "c"]), ("priority", ["c", "b"])])
+def test_nothing_is_admitted_in_a_step_that_preempted(policy, order):
+    """Not even "c", which goes before "b" by its priority, and for which the block that is left would do."""
+    scheduler, *_ = two_that_do_not_fit(policy=policy)
+    add(scheduler, "c", 1, priority=-1)
     output = step(scheduler)
     assert output.preempted_req_ids == ("b",) and scheduled(output) == {"a": 1}
-    assert [r.request_id for r in scheduler.waiting] == ["b", "c"]
+    assert scheduler.kv_cache_manager.block_pool.num_free == 1
+    assert [r.request_id for r in scheduler.waiting] == order
 
 
 def test_several_victims_keep_their_order():
