@@ -124,6 +124,20 @@ def test_in_the_sampler_only_output_counts(kit):
     assert sampler(logits.repeat(2, 1), [written, free]).token_ids == [x, whole]
 
 
+def test_in_the_sampler_a_word_is_banned_with_and_without_its_space(kit):
+    """One token or several, in whichever way a vocabulary spells it after a space."""
+    tokenizer = kit.tokenizer("ab", " ab", " a")
+    sampler = Sampler(tokenizer.vocab_size, {tokenizer.vocab_size - 1}, tokenizer)
+    whole, spaced, begun, b, x = (256, 257, 258, ord("b"), ord("x"))
+    logits = torch.zeros(1, tokenizer.vocab_size)
+    logits[0, [spaced, whole, b, x]] = torch.tensor([9.0, 8.0, 7.0, 6.0])
+    for word in ("ab", " ab"):
+        fresh = kit.request(sampler, bad_words=[word], temperature=0)
+        assert sampler(logits, [fresh]).token_ids == [b]
+        on_the_way = kit.request(sampler, output=[x, begun], bad_words=[word], temperature=0)
+        assert sampler(logits, [on_the_way]).token_ids == [x]
+
+
 def test_a_special_token_can_be_a_bad_word(kit):
     tokenizer = kit.tokenizer(special=("<eos>", "<think>"))
     sampler = Sampler(tokenizer.vocab_size, {256}, tokenizer)
