@@ -33,6 +33,8 @@ def test_sizes():
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.* is not implemented"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "rope type 'mrope'"),
+        ({"rope_scaling": {"rope_type": "mrope"}}, "rope type 'mrope' is not implemented"),
+        ({"rope_scaling": {"type": "ntk"}}, "rope type 'ntk' is not implemented"),
         ({"rope_scaling": {"rope_type": "linear"}}, "needs 'factor'"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "surprise": 1}}, "surprise"),
         (

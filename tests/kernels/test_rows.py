@@ -76,12 +76,17 @@ def test_fused_add_rms_norm(assert_near, rows, length, dtype, seed):
 
 
 def test_the_norm_sees_the_rounded_sum():
-    """256 + 1 rounds to 256 in bfloat16: the norm of the unrounded sum would be another one."""
-    x = torch.full((1, 64), 256.0).bfloat16()
-    residual = torch.zeros(1, 64).bfloat16()
-    residual[0, :32] = 1.0
-    out, total = fused_add_rms_norm(x, residual, torch.ones(64).bfloat16(), 0.0)
-    assert (total == 256).all() and (out == 1).all()
+    """The norm of the unrounded sum would be another one in every tenth element or so."""
+    x, residual = torch.randn(2, 8, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = torch.linspace(0.5, 2.0, 256).bfloat16()
+    rounded, unrounded = (x + residual).float(), x.float() + residual.float()
+    expected, other = (
+        weight * (total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6)).bfloat16()
+        for total in (rounded, unrounded)
+    )
+    out, total = fused_add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert (out != expected).float().mean() < 0.01 < 0.05 < (out != other).float().mean()
 
 
 @FUZZ

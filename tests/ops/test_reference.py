@@ -132,13 +132,19 @@ def test_rms_norm_is_hugging_faces_to_the_bit(dtype):
 
 
 def test_fused_add_norms_the_rounded_sum():
-    """256 + 1 rounds to 256 in bfloat16, and that is what is normed: bit for bit the unfused pair."""
+    """256 + 1 rounds to 256 in bfloat16, and what is rounded is what is normed: bit for bit the unfused pair."""
     x = torch.full((1, 4), 256.0, dtype=torch.bfloat16)
-    residual = torch.ones(1, 4, dtype=torch.bfloat16)
-    weight = torch.ones(4, dtype=torch.bfloat16)
-    normed, total = ops.fused_add_rms_norm.reference(x, residual, weight, 1e-6)
+    _, total = ops.fused_add_rms_norm.reference(x, torch.ones_like(x), x[0], 1e-6)
     assert total.tolist() == [[256.0] * 4]
+
+    x, residual = torch.randn(2, 8, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = torch.linspace(0.5, 2.0, 256).bfloat16()
+    normed, total = ops.fused_add_rms_norm.reference(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
     assert torch.equal(normed, ops.rms_norm.reference(x + residual, weight, 1e-6))
+    unrounded = x.float() + residual.float()
+    other = weight * (unrounded * torch.rsqrt(unrounded.square().mean(-1, keepdim=True) + 1e-6)).bfloat16()
+    assert (normed != other).float().mean() > 0.05, "the data do not tell the two sums apart"
 
 
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-10)])
