@@ -10,13 +10,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -25,8 +25,6 @@ from llmlab.bench import peers
 from llmlab.bench.peers import ENGINES, Options
 from llmlab.bench.result import OURS, BenchResult, EngineRun, Turn
 from llmlab.bench.workloads import WORKLOADS, Job, Workload
-
-T = TypeVar("T")
 
 LOAD_SECONDS, TURN_SECONDS = 300, 600
 """An engine that takes longer, to load or for a turn, counts as broken."""
@@ -138,6 +136,7 @@ def run_bench(
     from llmlab.hub import resolve_model
     from llmlab.measure.hardware import ceilings
     from llmlab.measure.roofline import roof_for
+    from llmlab.measure.timer import torch_threads
 
     chosen = _choose("workload", workloads, {w.name: w for w in WORKLOADS}) or list(WORKLOADS)
     _choose("peer", against, {name: name for name in ENGINES if name != OURS})
@@ -150,7 +149,8 @@ def run_bench(
     torch_dtype = choose_dtype(config.dtype if dtype == "auto" else dtype)
     threads = threads or torch.get_num_threads()
     say = lambda line: print(line, file=sys.stderr)
-    limits = _with_threads(threads, lambda: ceilings(torch_device, report=say))
+    with torch_threads(threads):
+        limits = ceilings(torch_device, report=say)
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     roof = roof_for(limits, torch_dtype, size)
     result = BenchResult(
@@ -191,18 +191,6 @@ def has_package(python: str, package: str) -> bool:
         return subprocess.run([python, "-c", code, package], capture_output=True).returncode == 0
     except OSError as error:
         raise ValueError(f"{python} is not a Python interpreter: {error}") from error
-
-
-def _with_threads(threads: int, measure: Callable[[], T]) -> T:
-    """Let torch use so many threads for a while."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        return measure()
-    finally:
-        torch.set_num_threads(before)
 
 
 def _take_turns(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from llmlab.measure.system import LoadMeter, available_bytes
-from llmlab.measure.timer import measure
+from llmlab.measure.timer import measure, torch_threads
 
 if TYPE_CHECKING:
     from llmlab.measure.hardware import CacheLevel, Ceilings, Machine
@@ -40,13 +40,15 @@ def measure_ceilings(
     Args:
         gemm_sizes, largest_buffer (bytes): smaller ones measure no ceiling, but everything else that this function does.
     """
+    with torch_threads(machine.threads):
+        return _measure_all(machine, device, gemm_sizes or GEMM_SIZES[device.type], largest_buffer)
+
+
+def _measure_all(machine: Machine, device: torch.device, gemm_sizes: Sequence[int], largest_buffer: int) -> Ceilings:
     from llmlab.measure.hardware import Ceilings
 
     meter = LoadMeter()
-    gemm = {
-        str(dtype).removeprefix("torch."): _gemm(dtype, device, gemm_sizes or GEMM_SIZES[device.type])
-        for dtype in GEMM_DTYPES
-    }
+    gemm = {str(dtype).removeprefix("torch."): _gemm(dtype, device, gemm_sizes) for dtype in GEMM_DTYPES}
     last_cache = max((cache.size for cache in machine.caches), default=0)
     if device.type == "cuda":
         last_cache = torch.cuda.get_device_properties(device).L2_cache_size

@@ -24,12 +24,11 @@ from llmlab.engine.batch import Batch, WantedRows
 from llmlab.engine.runner import Runner
 from llmlab.measure.cost import (
     GROUPS,
-    decode_costs,
     group_of,
     kv_bytes_per_token,
     least_seconds,
     parameters,
-    prefill_costs,
+    step_costs,
     total,
 )
 from llmlab.measure.datasheets import Roof
@@ -253,7 +252,7 @@ def sweep_prefill(
     driver: StepDriver, ceilings: Ceilings, lengths: Sequence[int], *, max_seconds: float = 1.0
 ) -> pd.DataFrame:
     """Whole prompts of several lengths, one at a time. Columns as :func:`sweep_decode`."""
-    return _sweep(driver, ceilings, [(1, length, length) for length in lengths], max_seconds)
+    return _sweep(driver, ceilings, [([length], [length]) for length in lengths], max_seconds)
 
 
 def sweep_decode(
@@ -266,14 +265,34 @@ def sweep_decode(
 ) -> pd.DataFrame:
     """One token each for several batch sizes at several contexts; combinations that the driver's cache can't hold are left out.
 
-    One row a shape: num_reqs, query_len, context, flops, bytes, seconds (median, ``low``, ``high``) as the engine runs the
-    step, eager_seconds if it is run op by op (the same where the engine has no graph for it), least_seconds (sum of the ops'
-    bounds), tokens_per_s, mfu, mbu, level (the memory whose roof was used); and, from steps that were recorded in turns with
-    those, seconds, FLOPs and bytes of "linear", "attention" and "other" ops, and ``outside_seconds``, the time of an eager
-    step that was spent in no op.
+    One row a shape: num_reqs, query_len and context (of the longest query), flops, bytes, seconds (median, ``low``, ``high``)
+    as the engine runs the step, eager_seconds if it is run op by op (the same where the engine has no graph for it),
+    least_seconds (sum of the ops' bounds), tokens_per_s, mfu, mbu, level (the memory whose roof was used); and, from steps
+    that were recorded in turns with those, seconds, FLOPs and bytes of "linear", "attention" and "other" ops, and
+    ``outside_seconds``, the time of an eager step that was spent in no op.
     """
-    shapes = [(b, 1, context) for context in contexts for b in batches if _fits(driver, b, context)]
+    shapes = [([1] * b, [context] * b) for context in contexts for b in batches if _fits(driver, b, context)]
     return _sweep(driver, ceilings, shapes, max_seconds)
+
+
+def sweep_mixed(
+    driver: StepDriver,
+    ceilings: Ceilings,
+    num_decodes: int,
+    context: int,
+    chunks: Sequence[int],
+    *,
+    max_seconds: float = 1.0,
+) -> pd.DataFrame:
+    """Decodes at one context, and beside them the first tokens of a prompt: one row a size of that chunk (0: none).
+
+    Columns as :func:`sweep_decode`, and chunk.
+    """
+    shapes = []
+    for chunk in chunks:
+        beside = [chunk] if chunk else []
+        shapes.append(([1] * num_decodes + beside, [context] * num_decodes + beside))
+    return _sweep(driver, ceilings, shapes, max_seconds).assign(chunk=list(chunks))
 
 
 def _fits(driver: StepDriver, num_reqs: int, context: int) -> bool:
@@ -282,7 +301,7 @@ def _fits(driver: StepDriver, num_reqs: int, context: int) -> bool:
 
 
 def _sweep(
-    driver: StepDriver, ceilings: Ceilings, shapes: Sequence[tuple[int, int, int]], max_seconds: float
+    driver: StepDriver, ceilings: Ceilings, shapes: Sequence[tuple[list[int], list[int]]], max_seconds: float
 ) -> pd.DataFrame:
     import pandas as pd
 
@@ -292,15 +311,14 @@ def _sweep(
 def _one_shape(
     driver: StepDriver,
     ceilings: Ceilings,
-    num_reqs: int,
-    query_len: int,
-    context: int,
+    query_lens: list[int],
+    seq_lens: list[int],
     max_seconds: float,
 ) -> dict[str, Any]:
     config, dtype = driver.model.config, driver.dtype
-    paper = prefill_costs if query_len == context else decode_costs
-    costs = paper(config, num_reqs, context, dtype=dtype, block_size=driver.block_size, trim_last_layer=True)
-    batch = driver.batch([query_len] * num_reqs, [context] * num_reqs)
+    costs = step_costs(config, query_lens, seq_lens, dtype=dtype, block_size=driver.block_size, trim_last_layer=True)
+    batch = driver.batch(query_lens, seq_lens)
+    longest = query_lens.index(max(query_lens))
     ledgers: list[Ledger] = []
 
     def recorded() -> None:
@@ -316,14 +334,14 @@ def _one_shape(
         max_seconds=max_seconds,
     )
     measured = clocked["engine"]
-    nbytes = working_set(driver.model, num_reqs * context, dtype)
+    nbytes = working_set(driver.model, sum(seq_lens), dtype)
     roof = roof_for(ceilings, dtype, nbytes)
     flops, moved = total(costs)
     mfu, mbu = utilisation(flops, moved, measured.median, roof)
     return {
-        "num_reqs": num_reqs,
-        "query_len": query_len,
-        "context": context,
+        "num_reqs": len(query_lens),
+        "query_len": query_lens[longest],
+        "context": seq_lens[longest],
         "flops": flops,
         "bytes": moved,
         "seconds": measured.median,
@@ -332,7 +350,7 @@ def _one_shape(
         "repeats": measured.repeats,
         "eager_seconds": clocked["eager"].median,
         "least_seconds": least_seconds(costs, roof),
-        "tokens_per_s": num_reqs * query_len / measured.median,
+        "tokens_per_s": sum(query_lens) / measured.median,
         "mfu": mfu,
         "mbu": mbu,
         "level": ceilings.level_holding(nbytes),

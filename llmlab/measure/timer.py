@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -261,3 +262,17 @@ class _CudaClock:
 
     def seconds(self, samples: list[tuple[Any, Any]]) -> list[float]:
         return [start.elapsed_time(end) * 1e-3 for start, end in samples]
+
+
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Let torch, and with it the CPU kernels, use so many threads inside the block (None: as many as now).
+
+    Afterwards it uses as many as before, whatever was run inside: numba's parallel loops set the number for everybody.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -16,6 +16,7 @@ from llmlab.measure import ceilings as benchmarks
 from llmlab.measure import hardware
 from llmlab.measure.datasheets import DATASHEETS, Roof, datasheet_of
 from llmlab.measure.hardware import CacheLevel, Ceilings, CpuCache, Machine, ceilings, describe_machine
+from llmlab.measure.timer import torch_threads
 
 MACHINE = Machine(
     cpu="a CPU",
@@ -174,6 +175,13 @@ def test_table_keeps_measured_and_printed_figures_apart(measured: list[str]) -> 
     assert table["source"].iloc[0].startswith("measured 20")
     assert not set(table[table["source"] != "datasheet"]["device"]) & set(DATASHEETS)
     assert len(hardware.ceilings_table("cpu", datasheets=False)) == len(table) - len(DATASHEETS)
+
+
+def test_measuring_leaves_torch_its_threads() -> None:
+    """numba's parallel loops set OpenMP's number of threads for everybody."""
+    with torch_threads(1):
+        benchmarks.measure_ceilings(describe_machine(), torch.device("cpu"), gemm_sizes=(16,), largest_buffer=1 << 16)
+        assert torch.get_num_threads() == 1
 
 
 def test_micro_benchmarks_measure_every_ceiling() -> None:

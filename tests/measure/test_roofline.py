@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llmlab import LLM, ops
-from llmlab.measure.cost import decode_costs, least_seconds, total
+from llmlab.measure.cost import decode_costs, least_seconds, step_costs, total
 from llmlab.measure.datasheets import Roof
 from llmlab.measure.hardware import CacheLevel, Ceilings, CpuCache, describe_machine
 from llmlab.measure.roofline import (
@@ -23,6 +23,7 @@ from llmlab.measure.roofline import (
     record_steps,
     roof_for,
     sweep_decode,
+    sweep_mixed,
     sweep_prefill,
     utilisation,
     working_set,
@@ -177,6 +178,19 @@ def test_a_prefill_sweep_computes_whole_prompts(driver: StepDriver) -> None:
     table = sweep_prefill(driver, MEASURED, [8, 32], max_seconds=0.01)
     assert table["query_len"].tolist() == table["context"].tolist() == [8, 32]
     assert table["flops"].is_monotonic_increasing
+
+
+def test_a_mixed_sweep_puts_chunks_beside_decodes(driver: StepDriver) -> None:
+    table = sweep_mixed(driver, MEASURED, 3, 12, [0, 1, 16], max_seconds=0.01)
+    assert table[["chunk", "num_reqs", "query_len", "context"]].to_numpy().tolist() == [
+        [0, 3, 1, 12],
+        [1, 4, 1, 12],
+        [16, 4, 16, 16],
+    ]
+    options = {"dtype": torch.float32, "block_size": 4, "trim_last_layer": True}
+    costs = step_costs(driver.model.config, [1, 1, 1, 16], [12, 12, 12, 16], **options)
+    assert tuple(table.loc[2, ["flops", "bytes"]]) == tuple(total(costs))
+    assert table.loc[2, "tokens_per_s"] == pytest.approx(19 / table.loc[2, "seconds"])
 
 
 def test_the_roof_is_that_of_the_memory_that_holds_the_step(model: LlamaForCausalLM) -> None:

@@ -41,4 +41,3 @@ def test_a_slow_sampler_shows_as_the_sampler(llm, monkeypatch):
     monkeypatch.setattr(type(llm.engine.sampler), "__call__", slow)
     table = step_split(llm, (2,), steps=3, prompt_len=8).set_index("part")
     assert table.loc["sample", "seconds"] >= 0.02
-    assert table["seconds"].idxmax() == "sample"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmlab.measure import timer
-from llmlab.measure.timer import Measurement, compare, measure, measure_in_turns, rotation
+from llmlab.measure.timer import Measurement, compare, measure, measure_in_turns, rotation, torch_threads
 
 
 class Clock:
@@ -172,3 +172,11 @@ def test_nothing_is_decided_on_a_busy_machine() -> None:
     quiet = compare("fast", fast, "slow", Measurement((2.0,) * 25))
     assert quiet.shown
     assert "faster" in str(quiet)
+
+
+def test_threads_come_back() -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(RuntimeError, match="inside"), torch_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+        raise RuntimeError("inside")
+    assert torch.get_num_threads() == before

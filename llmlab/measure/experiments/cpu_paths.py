@@ -7,8 +7,7 @@ rate of a large matrix product, whichever takes longer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from llmlab import ops
 from llmlab.measure.cost import decode_costs, least_seconds, linear_shapes, prefill_costs
-from llmlab.measure.timer import measure_in_turns
+from llmlab.measure.timer import measure_in_turns, torch_threads
 
 if TYPE_CHECKING:
     from llmlab.config import ModelConfig
@@ -140,7 +139,7 @@ def engine_variants(
     for repeat in range(repeats + 1):  # the first warms up
         for job in jobs:
             for name, llm in variants.items():
-                with _threads((threads or {}).get(name)):
+                with torch_threads((threads or {}).get(name)):
                     seconds = (
                         _decode_seconds(llm, job[1], context, steps) if job[0] == "decode" else _prefill(llm, job[1])
                     )
@@ -203,16 +202,6 @@ def _seconds(run: Callable[[], object]) -> float:
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def memory_order(out_features: int = 48, in_features: int = 16) -> pd.DataFrame:

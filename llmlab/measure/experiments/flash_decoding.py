@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pandas as pd
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from llmlab.measure.experiments.paging import SMOLLM2, Heads, attention_batch, cache_memory
-from llmlab.measure.timer import compare, measure_in_turns
+from llmlab.measure.timer import compare, measure_in_turns, torch_threads
 
 
 def decode_programs(num_reqs: int, num_kv_heads: int, num_splits: int) -> int:
@@ -59,17 +58,6 @@ def utilisation(plan: pd.DataFrame, num_units: int) -> float:
     return float(work / (num_units * plan["end"].max()))
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Let torch (and the CPU kernels) use so many threads inside the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def cores() -> int:
     """Hardware threads that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -101,7 +89,7 @@ def split_against_whole(
         raise ValueError("splitting needs at least two cores, this process may use one")
     whole, split = _attention(on_gpu)
     rows = []
-    with threads(torch.get_num_threads() if on_gpu else units):
+    with torch_threads(torch.get_num_threads() if on_gpu else units):
         for context in contexts:
             batch = attention_batch([1] * num_reqs, [context] * num_reqs, heads, 16, dtype=dtype, device=device)
             caches = cache_memory((layers, 2, *batch.key_cache.shape), dtype, device)

@@ -41,14 +41,6 @@ def test_no_units() -> None:
         experiment.schedule([1], 0)
 
 
-def test_threads_come_back() -> None:
-    before = torch.get_num_threads()
-    with pytest.raises(RuntimeError, match="inside"), experiment.threads(before + 1):
-        assert torch.get_num_threads() == before + 1
-        raise RuntimeError("inside")
-    assert torch.get_num_threads() == before
-
-
 @pytest.mark.parametrize("max_parts", [1, 2, 16])
 def test_any_number_of_parts_is_the_same_attention(max_parts: int) -> None:
     batch = attention_batch([1, 1], [700, 33], SMOLLM2, 16, dtype=torch.bfloat16)
