@@ -248,7 +248,7 @@ def save_cover(path: Path, width: int = 640) -> Path | None:
 def run_in_place(path: Path, timeout: int = 600) -> float:
     """Execute a notebook from top to bottom and store it with its outputs and nothing else; returns the seconds it took.
 
-    Its cover goes to ``images/`` beside it.
+    Its figures are stored with a palette, a third of the size; its cover goes to ``images/`` beside it.
 
     Raises nbclient's CellExecutionError if a cell fails; the file is left as it was then.
     """
@@ -269,9 +269,22 @@ def run_in_place(path: Path, timeout: int = 600) -> float:
         cell.metadata = {key: value for key, value in cell.metadata.items() if key == "tags"}
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     notebook.metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
+        if "image/png" in output.get("data", {}):
+            output.data["image/png"] = _with_palette(output.data["image/png"])
     nbformat.write(notebook, path)
     save_cover(path)
     return seconds
+
+
+def _with_palette(png: str) -> str:
+    """The same picture (base64) in its 256 most telling colours: line drawings lose nothing that can be seen."""
+    from PIL import Image
+
+    smaller = io.BytesIO()
+    picture = Image.open(io.BytesIO(base64.b64decode(png)))
+    picture.convert("RGB").quantize(256).save(smaller, "png", optimize=True, dpi=picture.info.get("dpi"))
+    return base64.b64encode(smaller.getvalue()).decode()
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from pathlib import Path
 
 import nbformat
@@ -153,6 +155,8 @@ def test_the_cover_is_the_tagged_figure_else_the_first(tmp_path: Path) -> None:
     with Image.open(tmp_path / "images" / "a.png") as picture:
         assert picture.width <= 640 and picture.width / picture.height > 2.5
     notebook = nbformat.read(path, as_version=4)
+    with Image.open(io.BytesIO(base64.b64decode(notebook.cells[1].outputs[0].data["image/png"]))) as stored:
+        assert (stored.size, stored.mode) == ((800, 200), "P")
     notebook.cells[2].metadata["tags"] = ["cover"]
     nbformat.write(notebook, path)
     target = nb.save_cover(path)
