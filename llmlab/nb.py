@@ -149,6 +149,7 @@ def interact(draw: Callable[..., Any], **controls: Any) -> Any:
         first, moved = not moved, True
         return None if first else draw(**values)
 
+    redraw.__signature__ = inspect.signature(draw)  # type: ignore[attr-defined]  # sliders start at the function's defaults
     return ipywidgets.interact(redraw, **controls).widget
 
 
@@ -181,6 +182,8 @@ def key_figure(what: str, value: float, unit: str, *, note: str = "", out: str =
 
     if unit == "%":
         shown = f"{100 * value:.0f} %"
+    elif unit == "×":
+        shown = f"{value:.3g} ×"
     elif unit.startswith("tokens"):
         shown = f"{float(f'{value:.3g}'):,.10g} {unit}"  # nobody says kilotokens
     else:

@@ -204,3 +204,16 @@ def test_key_figures_are_printed_and_kept_in_order(capsys: pytest.CaptureFixture
     assert [figure["value"] for figure in kept] == ["1,370 tokens/s", "25 GB/s", "70 %"]
     assert kept[0]["note"] == "32 at a time"
     assert nb.key_figures(tmp_path / "nothing") == []
+
+
+def test_sliders_start_at_the_functions_defaults() -> None:
+    drawn: list[int] = []
+    widget = nb.interact(lambda width=3: drawn.append(width), width=(0, 10))
+    assert widget.children[0].value == 3 and drawn == []
+    widget.children[0].value = 7
+    assert drawn == [7]
+
+
+def test_ratios_have_no_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+    nb.key_figure("one over another", 0.989, "×")
+    assert lines(capsys) == ["[measured] one over another: 0.989 ×"]
