@@ -113,6 +113,7 @@ def judge(
 
     Args:
         machine: where the numbers come from; empty for this machine's CPU, or for numbers that no machine had a part in.
+        model: its name or directory; of that the last part is kept.
         load: the share of the machine that worked for others while something was clocked.
 
     Raises:
@@ -125,7 +126,7 @@ def judge(
         claim_id,
         {name: float(value) for name, value in numbers.items()},
         machine or _this_machine(),
-        model,
+        Path(model).name,
         datetime.now(UTC).isoformat(timespec="seconds"),
         round(load, 2),
     )

@@ -164,3 +164,8 @@ def test_rules_name_their_thresholds() -> None:
     exact = {"C03", "C04", "C05", "C10", "C13", "C18", "C23", "C25", "C28", "C33", "C35"}
     words = re.compile(r"\d|hal[fv]|quarter|tenth|double|twice")
     assert [one.id for one in register() if one.id not in exact and not words.search(one.rule)] == []
+
+
+def test_a_finding_names_its_model_not_the_folder(tmp_path: Path) -> None:
+    assert judge("C04", {"slot": 137}, model=str(tmp_path / "some-model")).model == "some-model"
+    assert judge("C04", {"slot": 137}).model == ""
