@@ -100,11 +100,7 @@ class LlamaForCausalLM:
         qkv = self._linear(i, layer.qkv_proj, hidden).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         q, k, v = qkv.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
         q, k = self._norm_heads(i, layer.q_norm, q), self._norm_heads(i, layer.k_norm, k)
-        annotate(i, "rotary_emb")
-        rows, table = rope
-        q, k = self.ops.rotary_embedding(rows, q, k, table)
-        annotate(i, "kv_cache")
-        self.ops.reshape_and_cache(k, v, *cache, batch.slot_mapping)
+        q = self._rotate_and_cache(i, q, k, v, rope, batch, cache)
         return self._attend(i, layer, q, batch.query_start_loc, batch, cache)
 
     def _write_keys_and_values(
@@ -121,11 +117,25 @@ class LlamaForCausalLM:
         kv = self._heads(i, layer.qkv_proj, hidden, c.num_heads, c.num_heads + 2 * c.num_kv_heads)
         k, v = kv.split(c.num_kv_heads, dim=1)
         k = self._norm_heads(i, layer.k_norm, k)
+        self._rotate_and_cache(i, k[:, :0], k, v, rope, batch, cache)
+
+    def _rotate_and_cache(
+        self,
+        i: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: tuple[Tensor, Tensor],
+        batch: Batch,
+        cache: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Every token's key, rotated, and its value go to their slots; returns the rotated queries (there may be no heads)."""
         annotate(i, "rotary_emb")
         rows, table = rope
-        _, k = self.ops.rotary_embedding(rows, k[:, :0], k, table)
+        q, k = self.ops.rotary_embedding(rows, q, k, table)
         annotate(i, "kv_cache")
         self.ops.reshape_and_cache(k, v, *cache, batch.slot_mapping)
+        return q
 
     def _attention_of_wanted(
         self,
