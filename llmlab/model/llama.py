@@ -35,14 +35,14 @@ class LlamaForCausalLM:
         self.config = config
         self.weights = weights
         self.ops = ops
-        self.rotary = RotaryTable(config.rope, max_model_len, weights.embed_tokens.device)
+        self.rotary = RotaryTable(config.rope, max_model_len, ops.device)
         self.scale = config.head_dim**-0.5
         pack = ops.linear_packer()
         for linear in weights.linears():
             if isinstance(linear.weight, Tensor):  # not packed as it was read
                 linear.weight = pack(linear.weight)
-        if ops.has_cpu_kernels:
-            weights.leave_file()
+        if config.tie_word_embeddings and weights.lm_head.weight.dtype == weights.embed_tokens.dtype:
+            weights.embed_tokens = weights.lm_head.weight  # one copy for both, unless packing has rounded the numbers
 
     def forward(self, batch: Batch, kv_caches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Hidden states ``[num_wanted, hidden_size]`` after the final norm, of the tokens in ``batch.wanted``; of all if None.

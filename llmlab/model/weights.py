@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llmlab.config import ModelConfig
+from llmlab.ops.cpu.memory import own_pages
 
 
 @dataclass
@@ -49,9 +49,9 @@ class LayerWeights:
 
 @dataclass
 class ModelWeights:
-    """All weights. With tied embeddings ``lm_head.weight`` is the very tensor ``embed_tokens``."""
+    """All weights. With tied embeddings ``lm_head.weight`` is the very object ``embed_tokens``, in a model packed as well."""
 
-    embed_tokens: Tensor
+    embed_tokens: Any
     layers: list[LayerWeights]
     norm: Tensor
     lm_head: Linear
@@ -61,46 +61,39 @@ class ModelWeights:
             yield from (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)
         yield self.lm_head
 
-    def leave_file(self) -> None:
-        """Copy the tensors that may lie on the checkpoint's memory map. For weights most of which were laid out anew: the map
-        goes with the last tensor on it, and until then all of it counts as memory of this process."""
-        copies: dict[int, Tensor] = {}  # by address: what is tied stays tied
-
-        def own(owner: Any) -> None:
-            for field in fields(owner):
-                value = getattr(owner, field.name)
-                if isinstance(value, Tensor):
-                    setattr(owner, field.name, copies.setdefault(value.data_ptr(), value.clone()))
-                elif isinstance(value, Linear):
-                    own(value)
-
-        for owner in (self, *self.layers):
-            own(owner)
-
 
 class Checkpoint:
     """The tensors of a model directory by name, sharded or not, read through memory maps.
+
+    Each is on a map of its own, which goes with it: what has been read of a map counts as memory of this process for as long
+    as the map is there, so that one for the whole file would hold all weights a second time while they are packed.
 
     Raises:
         FileNotFoundError: no safetensors files, or a shard that the index names is missing.
         ValueError: a file is corrupt, a tensor is missing or has another shape than asked for.
     """
 
-    def __init__(self, path: Path, files: ExitStack):
-        from safetensors import SafetensorError, safe_open  # random weights need no package for files
+    def __init__(self, path: Path):
+        from safetensors import SafetensorError  # random weights need no package for files
 
         self.path = path
-        self._file_of: dict[str, Any] = {}
+        self._file_of: dict[str, Path] = {}
         self._read: set[str] = set()
         for name in self._shards(path):
             file = path / name
             if not file.is_file():
                 raise FileNotFoundError(f"{path} lacks {name}, which its index names")
             try:
-                handle = files.enter_context(safe_open(str(file), framework="pt"))
+                with self._open(file) as tensors:
+                    self._file_of.update(dict.fromkeys(tensors.keys(), file))
             except SafetensorError as error:
                 raise ValueError(f"{file} is not a valid safetensors file: {error}") from error
-            self._file_of.update(dict.fromkeys(handle.keys(), handle))
+
+    @staticmethod
+    def _open(file: Path) -> Any:
+        from safetensors import safe_open
+
+        return safe_open(str(file), framework="pt")
 
     @staticmethod
     def _shards(path: Path) -> list[str]:
@@ -124,7 +117,8 @@ class Checkpoint:
         if name not in self._file_of:
             raise ValueError(f"{self.path} has no tensor {name}")
         self._read.add(name)
-        tensor = self._file_of[name].get_tensor(name)
+        with self._open(self._file_of[name]) as tensors:
+            tensor = tensors.get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{self.path}: {name} has shape {tuple(tensor.shape)}, the config says {shape}")
         if not tensor.is_floating_point() or tensor.itemsize < 2:
@@ -151,16 +145,11 @@ def load_weights(
     Raises:
         FileNotFoundError, ValueError: as :class:`Checkpoint`; also for tensors that the architecture has no place for.
     """
-    with ExitStack() as files:
-        checkpoint = Checkpoint(Path(path), files)
-        prefix = (
-            "model." if "model.embed_tokens.weight" in checkpoint or "embed_tokens.weight" not in checkpoint else ""
-        )
-        weights = _build(config, _Reader(checkpoint, prefix, dtype, device), pack)
-        if extra := checkpoint.unread():
-            raise ValueError(
-                f"{path}: {config.architecture} has no place for {len(extra)} tensors: {', '.join(extra[:5])}"
-            )
+    checkpoint = Checkpoint(Path(path))
+    prefix = "model." if "model.embed_tokens.weight" in checkpoint or "embed_tokens.weight" not in checkpoint else ""
+    weights = _build(config, _Reader(checkpoint, prefix, dtype, device), pack)
+    if extra := checkpoint.unread():
+        raise ValueError(f"{path}: {config.architecture} has no place for {len(extra)} tensors: {', '.join(extra[:5])}")
     return weights
 
 
@@ -174,12 +163,17 @@ class _Reader:
         self.checkpoint, self.prefix, self.dtype, self.device = checkpoint, prefix, dtype, device
 
     def __call__(self, name: str, *shape: int) -> Tensor:
-        """One tensor: the memory-mapped one itself if dtype and device are right already."""
-        return self.checkpoint.read(self._full(name), shape).to(self.device, self.dtype)
+        """One tensor: a matrix on its memory map if dtype and device are right already; vectors are not worth a map each."""
+        tensor = self.checkpoint.read(self._full(name), shape)
+        if len(shape) == 1:
+            return tensor.to(self.device, self.dtype, copy=True)
+        if tensor.dtype == self.dtype and tensor.device == self.device:
+            return tensor
+        return self._empty(*shape).copy_(tensor)
 
     def join(self, names: list[str], sizes: list[int], *rest: int) -> Tensor:
         """Several tensors joined along their first dimension, each copied once, straight to its place."""
-        joined = torch.empty(sum(sizes), *rest, dtype=self.dtype, device=self.device)
+        joined = self._empty(sum(sizes), *rest)
         for part, name, size in zip(joined.split(sizes), names, sizes, strict=True):
             part.copy_(self.checkpoint.read(self._full(name), (size, *rest)))
         return joined
@@ -194,6 +188,11 @@ class _Reader:
                 f"{self.checkpoint.path}: tie_word_embeddings is true, but lm_head.weight differs from embed_tokens.weight"
             )
         return embed_tokens
+
+    def _empty(self, *shape: int) -> Tensor:
+        if self.device.type == "cpu":
+            return own_pages(shape, self.dtype)  # it may die as soon as it is packed
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def _full(self, name: str) -> str:
         return name if name.startswith("lm_head") else self.prefix + name

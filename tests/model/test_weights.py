@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from llmlab import ops
 from llmlab.config import ModelConfig
+from llmlab.model.llama import load_model
 from llmlab.model.weights import load_weights, random_weights
 
 CPU = torch.device("cpu")
@@ -69,6 +71,18 @@ def test_unfused_weights_stay_on_the_memory_map(random_hf_model):
             assert line.endswith("model.safetensors")
             return
     pytest.fail("the weight's address is in no mapping")
+
+
+def test_a_packed_model_leaves_its_file(random_hf_model):
+    """No map of the checkpoint outlives the packing: its pages would count as this process's memory beside the packed ones."""
+    pytest.importorskip("numba")
+    mappings = Path("/proc/self/maps")
+    if not mappings.exists():
+        pytest.skip("no /proc on this system")
+    _, folder = random_hf_model(tie_word_embeddings=True, vocab_size=96)
+    model = load_model(str(folder), ops.bind("torch", CPU), torch.float32, 64)
+    assert model.weights.embed_tokens is model.weights.lm_head.weight  # one copy serves both
+    assert str(folder) not in mappings.read_text()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("numba")
 
 from llmlab import ops
+from llmlab.ops.cpu.panels import LinearPacker
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOKENS = [0, 1, 7, 300]  # 300 rows are dealt to several threads
@@ -142,10 +143,23 @@ def test_rows_are_gathered(dtype, index):
     assert torch.equal(ops.gather_last_tokens.cpu(table, starts), table[[0, 29, 30, 49]])
 
 
-@pytest.mark.parametrize("token", [50, -1])
-def test_a_token_outside_the_table_is_named(token):
-    with pytest.raises(IndexError, match=f"row {token} is outside a table of 50 rows"):
-        ops.embedding.cpu(torch.tensor([3, token]), randn(50, 16))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("index", [torch.int64, torch.int32, torch.int16])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_rows_are_gathered_out_of_panels(dtype, index, tokens):
+    table = randn(64, 48, dtype=dtype)
+    packed = LinearPacker(1 << 16)(table)
+    ids = torch.randint(0, 64, (2 * tokens,), generator=torch.Generator().manual_seed(1)).to(index)
+    assert torch.equal(ops.embedding.cpu(ids, packed), table[ids.long()])
+    assert torch.equal(ops.embedding.cpu(ids[::2], packed), table[ids[::2].long()])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("token", [48, -1])
+def test_a_token_outside_the_table_is_named(token, packed):
+    table = randn(48, 16)
+    with pytest.raises(IndexError, match=f"row {token} is outside a table of 48 rows"):
+        ops.embedding.cpu(torch.tensor([3, token]), LinearPacker(1 << 16)(table) if packed else table)
 
 
 def test_sizes_that_do_not_fill_vectors_are_served_by_the_reference():

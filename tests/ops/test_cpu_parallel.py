@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -160,6 +161,24 @@ def test_an_arena_uses_memory_again_and_views_keep_it():
     del view
     gc.collect()
     assert arena.empty((90,), torch.float32).data_ptr() == address
+
+
+def test_own_pages_go_back_with_their_tensor():
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("no /proc on this system")
+
+    def is_mapped(address: int) -> bool:
+        ranges = (line.split()[0].split("-") for line in maps.read_text().splitlines())
+        return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
+
+    tensor = memory.own_pages((3, 5 << 20), torch.float32)
+    assert tensor.shape == (3, 5 << 20) and not tensor.any()
+    address = tensor.data_ptr()
+    assert is_mapped(address)
+    del tensor
+    gc.collect()
+    assert not is_mapped(address)
 
 
 def test_large_pages_are_zero_and_aligned():

@@ -11,6 +11,7 @@ from llmlab.ops import embedding as embedding_op
 from llmlab.ops import gather_last_tokens as gather_op
 from llmlab.ops.cpu import simd
 from llmlab.ops.cpu.memory import empty
+from llmlab.ops.cpu.panels import PackedLinear
 from llmlab.ops.cpu.parallel import arg, kernel, report, take
 
 _SERIAL_BELOW = 1 << 17  # bytes; below, one core is done before another is awake
@@ -38,6 +39,45 @@ def _gather(index_bytes: int) -> Callable[[int], None]:
     return body
 
 
+@kernel("qqqqqq")
+def _gather_packed(index_bytes: int, unit: int) -> Callable[[int], None]:
+    """out[i] = row ``index[i]`` of panels in which ``unit`` bytes of a row are followed by those of the other fifteen."""
+    line = unit * simd.LANES
+
+    def body(p: int) -> None:
+        index, count, panels, rows = arg(p, 0), arg(p, 1), arg(p, 2), arg(p, 3)
+        row_bytes, out = arg(p, 4), arg(p, 5)
+        while True:
+            first = take(p, 4)
+            if first >= count:
+                break
+            for i in range(first, min(first + 4, count)):
+                at = index + index_bytes * i
+                row = simd.load_int64(at) if index_bytes == 8 else simd.load_int32(at)
+                if 0 <= row < rows:
+                    source = panels + row // simd.LANES * simd.LANES * row_bytes + row % simd.LANES * unit
+                    target = out + i * row_bytes
+                    for k in range(row_bytes // unit):
+                        simd.copy(target + k * unit, source + k * line, unit)
+                else:
+                    report(p, i + 1)
+
+    return body
+
+
+def _packed_rows(table: PackedLinear, index: Tensor) -> Tensor:
+    """Rows of a weight in panels: sixteen times the bytes are read, of a weight that is read whole by the LM head anyway."""
+    rows, width = table.shape
+    row_bytes = width * table.dtype.itemsize
+    out = empty((index.shape[0], width), table.dtype)
+    one = _gather_packed(index.element_size(), row_bytes // table.panels.shape[1])
+    run = one.serial if simd.LANES * row_bytes * index.shape[0] < _SERIAL_BELOW else one.parallel
+    bad = run(index.data_ptr(), index.shape[0], table.panels.data_ptr(), rows, row_bytes, out.data_ptr())
+    if bad:
+        raise IndexError(f"row {index[bad - 1].item()} is outside a table of {rows} rows")
+    return out
+
+
 def _rows(table: Tensor, index: Tensor, shift: int) -> Tensor:
     rows, width = table.shape
     size = table.element_size()
@@ -59,7 +99,10 @@ def _rows(table: Tensor, index: Tensor, shift: int) -> Tensor:
     return out
 
 
-def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+def embedding(token_ids: Tensor, weight: Tensor | PackedLinear) -> Tensor:
+    if isinstance(weight, PackedLinear):
+        index = token_ids.contiguous() if token_ids.dtype == torch.int32 else token_ids.long().contiguous()
+        return _packed_rows(weight, index)
     if token_ids.dtype not in (torch.int64, torch.int32) or weight.stride(1) != 1:
         return embedding_op.reference(token_ids, weight)
     return _rows(weight, token_ids.contiguous(), 0)
