@@ -25,17 +25,22 @@ class WantedRows:
             :func:`llmlab.ops.gather_last_tokens` takes.
         query_start_loc: ``[num_reqs+1]`` int32; request r's wanted tokens, which are its last ones, are rows
             ``query_start_loc[r] … query_start_loc[r+1]−1`` of what is left.
+        positions, rope_lengths: those of the wanted tokens, as :class:`Batch` has them of all.
     """
 
     rows: Tensor
     segments: Tensor
     query_start_loc: Tensor
+    positions: Tensor
+    rope_lengths: Tensor | None = None
 
     @staticmethod
     def find(
         query_start_loc: np.ndarray,
         discard: Sequence[bool],
         whole: Sequence[bool],
+        positions: np.ndarray,
+        rope_lengths: np.ndarray | None = None,
         move: Callable[[np.ndarray], Tensor] = torch.from_numpy,
     ) -> WantedRows | None:
         """The last token of each request that is sampled, and all tokens of those that are wanted whole (for logprobs).
@@ -52,7 +57,13 @@ class WantedRows:
         np.cumsum(wanted, out=starts[1:])
         rows = np.repeat(query_start_loc[1:] - starts[1:], wanted) + np.arange(starts[-1])
         segments = np.concatenate(([0], rows + 1))
-        return WantedRows(move(rows), move(segments.astype(np.int32)), move(starts.astype(np.int32)))
+        return WantedRows(
+            move(rows),
+            move(segments.astype(np.int32)),
+            move(starts.astype(np.int32)),
+            move(positions[rows]),
+            None if rope_lengths is None else move(rope_lengths[rows]),
+        )
 
 
 @dataclass(frozen=True)
@@ -179,5 +190,7 @@ class Batch:
             rope_lengths=None if rope_lengths is None else move(rope_lengths),
             wanted=None
             if whole is None
-            else WantedRows.find(query_start_loc, discard, [r in whole for r in req_ids], move),
+            else WantedRows.find(
+                query_start_loc, discard, [r in whole for r in req_ids], positions, rope_lengths, move
+            ),
         )

@@ -48,7 +48,7 @@ class Runner:
         if not enforce_eager and model.ops.has_cpu_kernels:
             max_model_len = model.rotary.cos_sin_cache.shape[0]
             forward = lambda batch: model.forward(batch, self._layer_caches)
-            self._graphs = StepGraphs(forward, -(-max_model_len // self.block_size))
+            self._graphs = StepGraphs(forward, -(-max_model_len // self.block_size), self.block_size)
 
     def execute(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> tuple[Batch, Tensor]:
         """Copy swapped blocks, run the forward pass: the batch, and the hidden states ``[num_wanted, hidden_size]``.
@@ -76,7 +76,7 @@ class Runner:
 
     @property
     def plays_graphs(self) -> bool:
-        """Whether decode steps are recorded and played."""
+        """Whether steps are recorded and played."""
         return self._graphs is not None and self._graphs.recordable
 
     def logits(self, hidden: Tensor) -> Tensor:

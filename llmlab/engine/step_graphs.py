@@ -1,80 +1,153 @@
-"""Decode steps on a CPU, recorded by their number of requests and played again without Python between the kernels.
+"""Steps on a CPU, recorded by their shape and played again without Python between the kernels.
 
 What CUDA graphs do on a GPU (vLLM's ``cudagraph``). A step that is all decodes has one token a request, so its shapes depend on
-the number of requests alone; everything else about it is data, copied into the tensors that the recorded step reads.
+the number of requests alone. Any other step is filled up to a shape that comes again: its tokens to a multiple of 16, its
+requests to a power of two, the last of which owns the tokens that fill up. Everything else about a step is data, copied into the
+tensors that the recorded one reads.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from llmlab.engine.batch import Batch
+from llmlab.engine.batch import Batch, WantedRows
 
 if TYPE_CHECKING:
     from llmlab.ops.cpu.graph import Graph
 
-_DATA = ("input_ids", "positions", "query_start_loc", "seq_lens", "slot_mapping")
+TOKENS_TOGETHER = 16
+"""Steps are filled up to a multiple of it: the rows of a tile of the matrix products, computed anyway."""
+MOST_GRAPHS = 256
+"""Recorded steps that are kept, some 100 KB each; the one that was played the longest ago goes first."""
+
+
+class Shape(NamedTuple):
+    """What a recorded step is for: numbers of tokens, of requests and of wanted rows (None: a step of decodes, all are)."""
+
+    tokens: int
+    requests: int
+    wanted: int | None
+
+    @property
+    def kind(self) -> tuple[bool, ...]:
+        """What a forward pass asks of a shape; the rest is how large its tensors are (of one row, each is contiguous)."""
+        return self.tokens > 1, self.wanted is None, self.wanted == 0
+
+    @staticmethod
+    def of(batch: Batch) -> Shape | None:
+        """The least shape that the batch fits in; None if it can't be played: every row of a prompt is wanted, or what the
+        rotary table holds depends on the lengths."""
+        if batch.rope_lengths is not None:
+            return None
+        if batch.num_sched_tokens == batch.num_reqs:
+            return Shape(batch.num_reqs, batch.num_reqs, None)
+        requests = 1 << batch.num_reqs.bit_length()  # at least one more than the batch has
+        if batch.wanted is None or len(batch.wanted.rows) > batch.num_reqs:
+            return None
+        tokens = -(-batch.num_sched_tokens // TOKENS_TOGETHER) * TOKENS_TOGETHER
+        return Shape(tokens, requests, requests if len(batch.wanted.rows) else 0)
 
 
 class StepGraphs:
     """Recorded steps of one model.
 
     Args:
-        forward: the model's forward pass over a batch, ``[num_sched_tokens, hidden_size]``.
+        forward: the model's forward pass over a batch, ``[num_wanted, hidden_size]``.
         max_blocks_per_req: widest block table that a batch can have.
+        block_size: tokens of a block.
 
     Attributes:
         recordable: False once a step was met that can't be recorded.
     """
 
-    def __init__(self, forward: Callable[[Batch], Tensor], max_blocks_per_req: int):
+    def __init__(self, forward: Callable[[Batch], Tensor], max_blocks_per_req: int, block_size: int):
         from llmlab.ops.cpu.memory import Arena
 
         self._forward = forward
         self._max_blocks = max_blocks_per_req
+        self._block_size = block_size
         self._arena = Arena()  # steps run one at a time: they can share their memory
-        self._seen: set[int] = set()
-        self._graphs: dict[int, tuple[Batch, Graph]] = {}
+        self._checked: set[tuple[bool, ...]] = set()
+        self._graphs: OrderedDict[Shape, tuple[Batch, Graph]] = OrderedDict()
         self.recordable = True
 
     def run(self, batch: Batch) -> Tensor | None:
         """The hidden states of the batch, valid until the next call; None if it is to be run op by op.
 
-        A number of requests is recorded when it is met for the second time.
+        A shape is recorded when it is first met.
         """
-        size = batch.num_reqs
-        if not self.recordable or batch.num_sched_tokens != size or batch.rope_lengths is not None:
+        shape = Shape.of(batch) if self.recordable else None
+        if shape is None:
             return None
-        if size not in self._graphs:
-            if size not in self._seen:
-                self._seen.add(size)
-                return None
-            if not self._record(batch):
-                return None
-            return self._graphs[size][1].result
-        kept, graph = self._graphs[size]
-        _copy(batch, kept)
-        return graph.play()
+        if shape in self._graphs:
+            self._graphs.move_to_end(shape)
+            kept, graph = self._graphs[shape]
+            self._fill(kept, batch)
+            graph.play()
+        elif not self._record(shape, batch):
+            return None
+        hidden = self._graphs[shape][1].result
+        return hidden if shape.wanted is None else hidden[: len(batch.wanted.rows)]
 
-    def _record(self, batch: Batch) -> bool:
+    def _record(self, shape: Shape, batch: Batch) -> bool:
         from llmlab.ops.cpu.graph import Graph, NotRecordable
 
-        table = torch.zeros((batch.num_reqs, self._max_blocks), dtype=batch.block_table.dtype)
-        kept = replace(batch, block_table=table, **{name: getattr(batch, name).clone() for name in _DATA})
-        _copy(batch, kept)
+        kept = self._empty(shape)
+        self._fill(kept, batch)
+        check = shape.kind not in self._checked
         try:
-            self._graphs[batch.num_reqs] = kept, Graph(lambda: self._forward(kept), self._arena)
+            self._graphs[shape] = kept, Graph(lambda: self._forward(kept), self._arena, check)
         except NotRecordable:  # an op of this model has no kernel here, so none of its steps can be recorded
             self.recordable = False
-        return self.recordable
+            return False
+        self._checked.add(shape.kind)
+        if len(self._graphs) > MOST_GRAPHS:
+            self._graphs.popitem(last=False)
+        return True
+
+    def _empty(self, shape: Shape) -> Batch:
+        long = lambda size: torch.zeros(size, dtype=torch.int64)
+        short = lambda *size: torch.zeros(size, dtype=torch.int32)
+        tokens, requests, wanted = shape
+        return Batch(
+            req_ids=("",) * requests,
+            input_ids=long(tokens),
+            positions=long(tokens),
+            query_start_loc=short(requests + 1),
+            seq_lens=short(requests),
+            slot_mapping=long(tokens),
+            block_table=short(requests, self._max_blocks),
+            logits_indices=long(requests),
+            discard=(False,) * requests,
+            wanted=None
+            if wanted is None
+            else WantedRows(long(wanted), short(wanted + 1), short(requests + 1), long(wanted)),
+        )
+
+    def _fill(self, kept: Batch, batch: Batch) -> None:
+        """Copy the batch; what is left over is harmless tokens of the last request, whose K and V go nowhere."""
+        _copy(batch.input_ids, kept.input_ids, 0)
+        _copy(batch.positions, kept.positions, 0)
+        _copy(batch.slot_mapping, kept.slot_mapping, -1)
+        _copy(batch.query_start_loc, kept.query_start_loc, batch.num_sched_tokens)
+        kept.query_start_loc[-1] = kept.num_sched_tokens
+        _copy(batch.seq_lens, kept.seq_lens, 0)
+        kept.block_table[: batch.num_reqs, : batch.block_table.shape[1]] = batch.block_table
+        if kept.wanted is None:
+            return
+        kept.block_table[-1] = 0
+        kept.seq_lens[-1] = self._block_size  # its tokens see what stands in block 0, and nobody sees them
+        _copy(batch.wanted.segments, kept.wanted.segments, kept.num_sched_tokens)
+        _copy(batch.wanted.query_start_loc, kept.wanted.query_start_loc, len(batch.wanted.rows))
+        kept.wanted.query_start_loc[-1] = len(kept.wanted.rows)
+        _copy(batch.wanted.positions, kept.wanted.positions, 0)
 
 
-def _copy(batch: Batch, kept: Batch) -> None:
-    for name in _DATA:
-        getattr(kept, name).copy_(getattr(batch, name))
-    kept.block_table[:, : batch.block_table.shape[1]] = batch.block_table
+def _copy(source: Tensor, target: Tensor, rest: int) -> None:
+    target[: len(source)] = source
+    target[len(source) :] = rest

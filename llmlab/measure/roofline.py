@@ -86,6 +86,8 @@ class StepDriver:
         vocab_size, device = self.model.config.vocab_size, self.model.ops.device
         depends = self.model.config.rope.length_threshold is not None
         nobody = (False,) * len(seq_lens)
+        rope_lengths = torch.tensor(seq_lens)[rows] if depends else None
+        move = lambda array: torch.from_numpy(array).to(device)
         return Batch(
             req_ids=tuple(str(r) for r in range(len(seq_lens))),
             input_ids=torch.randint(vocab_size, (int(starts[-1]),), generator=self.generator).to(device),
@@ -96,8 +98,10 @@ class StepDriver:
             block_table=table.to(device),
             logits_indices=(starts[1:] - 1).to(device),
             discard=nobody,
-            rope_lengths=torch.tensor(seq_lens)[rows].to(device) if depends else None,
-            wanted=WantedRows.find(starts.numpy(), nobody, nobody, lambda array: torch.from_numpy(array).to(device)),
+            rope_lengths=rope_lengths.to(device) if depends else None,
+            wanted=WantedRows.find(
+                starts.numpy(), nobody, nobody, positions.numpy(), rope_lengths.numpy() if depends else None, move
+            ),
         )
 
     def run(self, batch: Batch) -> Tensor:
@@ -329,7 +333,7 @@ def _one_shape(
     clocked = measure_in_turns(
         {"engine": lambda: driver.run(batch), "eager": lambda: driver.run_eagerly(batch), "by op": recorded},
         device=driver.model.ops.device,
-        warmup=2,  # the engine records a shape when it meets it for the second time
+        warmup=2,  # the engine records a shape when it first meets it
         repeats=15,
         max_seconds=max_seconds,
     )

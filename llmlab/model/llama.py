@@ -70,7 +70,7 @@ class LlamaForCausalLM:
                 annotate(i)
                 hidden = ops.gather_last_tokens(hidden, batch.wanted.segments)
                 residual = ops.gather_last_tokens(residual, batch.wanted.segments)
-                hidden = self._attention_of_wanted(i, layer, hidden, rope, batch, kv_caches[i])
+                hidden = self._attention_of_wanted(i, layer, hidden, batch, kv_caches[i])
             annotate(i, "post_attention_layernorm")
             hidden, residual = ops.fused_add_rms_norm(hidden, residual, layer.post_attention_layernorm, eps)
             gate_up = self._linear(i, layer.gate_up_proj, hidden)
@@ -142,15 +142,14 @@ class LlamaForCausalLM:
         i: int,
         layer: LayerWeights,
         hidden: Tensor,
-        rope: tuple[Tensor, Tensor],
         batch: Batch,
         cache: tuple[Tensor, Tensor],
     ) -> Tensor:
         """The part that only the wanted tokens take, ``[num_wanted, hidden_size]``; all keys and values are in the cache."""
         q = self._norm_heads(i, layer.q_norm, self._heads(i, layer.qkv_proj, hidden, 0, self.config.num_heads))
         annotate(i, "rotary_emb")
-        rows, table = rope
-        q, _ = self.ops.rotary_embedding(rows[batch.wanted.rows], q, q[:, :0], table)
+        rows, table = self.rotary.lookup(batch.wanted.positions, batch.wanted.rope_lengths)
+        q, _ = self.ops.rotary_embedding(rows, q, q[:, :0], table)
         return self._attend(i, layer, q, batch.wanted.query_start_loc, batch, cache)
 
     def _attend(

@@ -1,13 +1,18 @@
-"""Recorded decode steps: the same bits as op by op, for every batch size, and only where they can be recorded."""
+"""Recorded steps: the same as op by op, for every batch size, filled up or not, and only where they can be recorded."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("numba")
 
 from llmlab import LLM, SamplingParams, record_ops
+from llmlab.engine import step_graphs
+from llmlab.engine.batch import WantedRows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no tokenizer")
 
@@ -18,6 +23,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+OPTIONS = {"dtype": "float32", "device": "cpu", "block_size": 4, "num_kv_blocks": 256, "enable_prefix_caching": False}
 PROMPTS = [[5, 6, 7], [3], [9] * 40, list(range(10, 33)), [2, 4] * 11]
 
 
@@ -27,7 +33,7 @@ def folder(random_hf_model):
 
 
 def make(folder, **kwargs) -> LLM:
-    return LLM(folder, **{"dtype": "float32", "device": "cpu", "block_size": 4, "num_kv_blocks": 256, **kwargs})
+    return LLM(folder, **{**OPTIONS, **kwargs})
 
 
 def answers(llm: LLM) -> list[list[int]]:
@@ -42,7 +48,9 @@ def test_recorded_and_not_recorded_agree(folder, dtype):
     assert answers(recorded) == expected
     assert answers(recorded) == expected  # now from recordings only
     # Every batch size that occurred twice is recorded: the requests end one after another.
-    assert sorted(recorded.engine.runner._graphs._graphs) == [1, 2, 3, 4, 5]
+    shapes = list(recorded.engine.runner._graphs._graphs)
+    assert sorted(s.requests for s in shapes if s.wanted is None) == [1, 2, 3, 4, 5]
+    assert [s for s in shapes if s.wanted is not None] == [(96, 8, 8)]  # the prompts, 90 tokens, all in the first step
 
 
 def test_hidden_states_to_the_bit(folder, monkeypatch):
@@ -52,13 +60,81 @@ def test_hidden_states_to_the_bit(folder, monkeypatch):
 
     def compare(batch):
         hidden = play(batch)
-        if hidden is not None:
+        if hidden is not None and batch.num_sched_tokens == batch.num_reqs:
             compared.append(torch.equal(hidden, runner.model.forward(batch, runner._layer_caches)))
         return hidden
 
     monkeypatch.setattr(runner._graphs, "run", compare)
     answers(llm)
     assert len(compared) > 10 and all(compared)
+
+
+def test_filled_up_steps_compute_the_same(folder, monkeypatch):
+    """Chunks beside decodes: the hidden states, keys and values of the op by op step, and nothing written anywhere else."""
+    llm = make(folder, max_num_batched_tokens=24, max_num_seqs=4)
+    runner = llm.engine.runner
+    play, compared = runner._graphs.run, []
+
+    def compare(batch):
+        before = runner.kv_cache.clone()
+        played = play(batch)
+        if played is None or batch.num_sched_tokens == batch.num_reqs:
+            return played
+        hidden, cache = played.clone(), runner.kv_cache.clone()
+        runner.kv_cache.copy_(before)
+        torch.testing.assert_close(runner.model.forward(batch, runner._layer_caches), hidden, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(runner.kv_cache, cache, atol=1e-5, rtol=1e-5)
+        slots = cache.flatten(2, 3)
+        others = torch.ones(slots.shape[2], dtype=torch.bool)
+        others[batch.slot_mapping] = False
+        assert torch.equal(slots[:, :, others], before.flatten(2, 3)[:, :, others])
+        compared.append(step_graphs.Shape.of(batch))
+        return hidden
+
+    monkeypatch.setattr(runner._graphs, "run", compare)
+    first = answers(llm)
+    assert answers(llm) == answers(llm) == first
+    for length in (60, 30):  # in chunks of their own, from whose last tokens nothing is sampled
+        llm.generate([list(range(length))], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert set(compared) == {(32, 4, 4), (32, 8, 8), (32, 2, 0), (16, 2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "discard", "shape"),
+    [
+        ([1], [False], (1, 1, None)),
+        ([1] * 7, [False] * 7, (7, 7, None)),
+        ([5], [False], (16, 2, 2)),
+        ([1, 1, 15], [False] * 3, (32, 4, 4)),
+        ([1, 1, 1, 13], [False] * 4, (16, 8, 8)),
+        ([40], [True], (48, 2, 0)),
+    ],
+)
+def test_shapes_that_steps_are_filled_up_to(query_lens, discard, shape):
+    tokens = sum(query_lens)
+    starts = np.cumsum([0, *query_lens])
+    wanted = WantedRows.find(starts, discard, [False] * len(discard), np.arange(tokens))
+    batch = SimpleNamespace(num_sched_tokens=tokens, num_reqs=len(discard), rope_lengths=None, wanted=wanted)
+    assert step_graphs.Shape.of(batch) == shape
+    batch.rope_lengths = torch.ones(tokens)
+    assert step_graphs.Shape.of(batch) is None
+
+
+def test_prompts_whose_logprobs_are_asked_for_run_op_by_op(folder):
+    llm = make(folder)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
+    first = llm.generate([PROMPTS[2]], params, use_tqdm=False)[0]
+    for _ in range(2):
+        assert llm.generate([PROMPTS[2]], params, use_tqdm=False)[0].prompt_logprobs == first.prompt_logprobs
+    assert not llm.engine.runner._graphs._graphs
+
+
+def test_only_so_many_are_kept(folder, monkeypatch):
+    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 2)
+    llm = make(folder)
+    first = answers(llm)
+    assert answers(llm) == answers(llm) == first
+    assert len(llm.engine.runner._graphs._graphs) == 2
 
 
 def test_a_step_that_is_watched_runs_op_by_op(folder):

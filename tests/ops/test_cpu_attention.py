@@ -9,6 +9,9 @@ import torch
 
 pytest.importorskip("numba")
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from llmlab import ops
 from llmlab.ops.cpu import amx, flash
 
@@ -171,6 +174,32 @@ def test_a_request_alone_or_in_a_crowd_gives_the_same_bits():
             seq_lens[r : r + 1],
         )
         assert torch.equal(ops.paged_attention.cpu(*alone, 0.125), together[begin:end])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 100), st.integers(0, 90)), min_size=1, max_size=9),
+    window=st.sampled_from([None, 1, 40, 500]),
+)
+def test_a_plan_deals_out_every_query_and_every_visible_key_once(requests, window):
+    lens, seq_lens = [n for n, _ in requests], [n + before for n, before in requests]
+    starts = torch.tensor([0, *lens]).cumsum(0)
+    longest = max(seq_lens)
+    plan = flash.Plan.of(starts.int(), torch.tensor(seq_lens).int(), sum(lens), longest, window)
+    rows, keys, blocks, left_over = plan.words[:4].tolist()
+    table = plan.words[8:].view(-1, 16)[:rows, :8].tolist()
+    tiled = [r for r, n in enumerate(lens) if n >= flash.FEWEST]
+    assert [row[:4] for row in table] == [[int(starts[r]), lens[r], seq_lens[r], r] for r in tiled]
+    few = [t for r, n in enumerate(lens) if r not in tiled for t in range(int(starts[r]), int(starts[r]) + n)]
+    assert plan.few[:left_over].tolist() == few and left_over <= len(plan.few)
+    next_key, next_block = 0, 0
+    for r, (*_, first, key, item, block) in zip(tiled, table, strict=True):
+        unseen = 0 if window is None else max(seq_lens[r] - lens[r] + 1 - window, 0)  # by the request's first query
+        assert unseen - 32 < first <= unseen and first % 32 == 0
+        assert (key, item, block) == (next_key, next_key // 32, next_block)
+        next_key += -(-(seq_lens[r] - first) // 32) * 32
+        next_block += -(-lens[r] // flash.QUERIES)
+    assert (keys, blocks) == (next_key, next_block) and keys <= plan.most_keys
 
 
 def test_what_the_kernels_do_not_take_goes_to_the_reference():

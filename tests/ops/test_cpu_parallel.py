@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -70,8 +73,8 @@ def test_pieces_are_all_the_work_once(count, threads):
 @pytest.mark.parametrize("how", ["serial", "parallel", "numba"])
 def test_every_unit_is_done_once_and_the_status_comes_back(how, monkeypatch):
     one = count_up()
-    if how == "numba":  # where torch's OpenMP runtime cannot be reached
-        monkeypatch.setattr(one, "_launch", parallel._launch_by_numba)
+    if how == "numba":  # where there is no pool
+        monkeypatch.setattr(parallel, "pool", lambda: None)
     run = one.serial if how == "serial" else one.parallel
     x = torch.zeros(10_001, dtype=torch.int64)
     for _ in range(20):
@@ -79,6 +82,52 @@ def test_every_unit_is_done_once_and_the_status_comes_back(how, monkeypatch):
     assert torch.equal(x, torch.full_like(x, 20))
     x[1234] = -5
     assert run(x.data_ptr(), len(x), 7) == 1235
+
+
+@pytest.fixture
+def many_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(5)
+    yield
+    torch.set_num_threads(before)
+
+
+def count_to(total: int, launches: int, pause: float = 0.0) -> torch.Tensor:
+    x = torch.zeros(total, dtype=torch.int64)
+    for _ in range(launches):
+        count_up().parallel(x.data_ptr(), total, 3)
+        if pause:
+            time.sleep(pause)
+    return x
+
+
+def test_threads_that_come_late_or_have_fallen_asleep(many_threads):
+    """More threads than cores: a launch goes on without those that have not come, and wakes those that sleep."""
+    assert torch.equal(count_to(50, 3000), torch.full((50,), 3000))
+    assert torch.equal(count_to(50, 40, pause=0.003), torch.full((50,), 40))
+    torch.set_num_threads(2)
+    assert torch.equal(count_to(50, 300), torch.full((50,), 300))
+
+
+def test_launches_from_several_python_threads(many_threads):
+    results: list[torch.Tensor] = []
+    callers = [threading.Thread(target=lambda: results.append(count_to(200, 300))) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(results) == 3 and all(torch.equal(x, torch.full_like(x, 300)) for x in results)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
+def test_a_forked_process_has_threads_of_its_own(many_threads):
+    count_to(10, 1)
+    child = os.fork()
+    if child == 0:
+        done = bool((count_to(50, 300) == 300).all()) and len(os.listdir("/proc/self/task")) >= 5
+        os._exit(0 if done else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_kernel_is_compiled_once():
@@ -98,10 +147,10 @@ def test_a_played_step_computes_again_with_new_data():
     assert [name for name, _ in graph.times()] == ["double", "double"]
 
 
-def test_playing_without_torchs_runtime(monkeypatch):
+def test_playing_without_a_pool(monkeypatch):
     x = torch.arange(5)
     graph = Graph(lambda: doubled(x), memory.Arena())
-    monkeypatch.setattr("llmlab.ops.cpu.graph.openmp", lambda: None)
+    monkeypatch.setattr("llmlab.ops.cpu.graph.pool", lambda: None)
     x += 1
     assert torch.equal(graph.play(), 2 * x)
 
@@ -186,3 +235,11 @@ def test_large_pages_are_zero_and_aligned():
     assert area.shape == (5 << 20,) and area.data_ptr() % (2 << 20) == 0
     assert not area.any()
     area.fill_(1)
+
+
+def test_zeros_are_one_memory_however_often_they_are_asked_for():
+    arena = memory.Arena()
+    places = {arena.zeros((n,), torch.int64).data_ptr() for n in (4, 1, 7, 8, 2) for _ in range(50)}
+    assert len(places) == 1  # twice as much as the first asked for
+    larger = arena.zeros((1000,), torch.int64)
+    assert larger.data_ptr() not in places and not larger.any()

@@ -24,7 +24,7 @@ STARTS, DISCARD = np.array([0, 1, 2, 7, 11]), (False, False, True, False)
 
 
 def step(trimmed: bool) -> SimpleNamespace:
-    wanted = WantedRows.find(STARTS, DISCARD, [False] * 4) if trimmed else None
+    wanted = WantedRows.find(STARTS, DISCARD, [False] * 4, np.arange(11)) if trimmed else None
     return SimpleNamespace(
         query_start_loc=torch.from_numpy(STARTS), discard=DISCARD, wanted=wanted, req_ids=("A", "B", "C", "D")
     )

@@ -181,7 +181,7 @@ def _decode_seconds(llm: LLM, num_reqs: int, context: int, steps: int) -> float:
     started: set[str] = set()
     while len(started) < num_reqs:
         started |= {output.request_id for output in engine.step()}
-    for _ in range(3):  # the second step of a size is recorded
+    for _ in range(3):  # the first step of a size is recorded
         engine.step()
     clocked = [_seconds(engine.step) for _ in range(steps)]
     engine.discard_request(names)

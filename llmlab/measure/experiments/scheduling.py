@@ -251,7 +251,7 @@ def throughput_by_batch(
         waiting = set(names)
         while waiting:
             waiting -= {output.request_id for output in engine.step()}
-        for _ in range(3):  # the engine records a shape when it meets it for the second time
+        for _ in range(3):  # the engine records a shape when it first meets it
             engine.step()
         whole, by_op, inside = [], [], []
         for _ in range(steps):

@@ -13,19 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
 from llmlab.ops.cpu import simd
-from llmlab.ops.cpu.parallel import INPUTS_IN_CACHE, arg, kernel, piece, take
+from llmlab.ops.cpu.parallel import arg, kernel, piece, take
 from llmlab.ops.cpu.simd import I8, VOID, call, int64, pointer
 from llmlab.ops.cpu.tiles import literal
 
 BLOCK = 16  # tokens in a tile
 STEP = 32  # inputs in a tile
 _TILE_BYTES = 1024
+_INPUTS = (
+    640 << 10
+)  # bytes of inputs, at most, that all panels of a thread go over before the next: they stay in the L2 cache
 
 
 @functools.cache
@@ -64,6 +67,7 @@ def product(
     blocks: Any,
     panels: Any,
     add: Any,
+    once: Any,
     w: Any,
     panel_bytes: Any,
     x: Any,
@@ -72,8 +76,13 @@ def product(
     sums: Any,
     sums_stride: Any,
 ) -> Any:
-    """``sums[16·blocks, 16·panels] = x · panels`` in float32 (``+=`` with ``add``; the first three are literals)."""
+    """``sums[16·blocks, 16·panels] = x · panels`` in float32.
+
+    The first four are literals. ``add``: ``+=``. ``once``: 1 for inputs that come by once while the panels come again and again:
+    their tiles are loaded past the L1 cache, in which then the panels stay.
+    """
     num_blocks, num_panels, adding = literal(blocks), literal(panels), literal(add)
+    load_inputs = "tileloaddt164" if literal(once) else "tileloadd64"
     spare = 8 - num_blocks * num_panels - num_blocks
     total = lambda m, n: m * num_panels + n
     inputs = lambda m: num_blocks * num_panels + m
@@ -93,26 +102,26 @@ def product(
             else:
                 _tile(b, "tilezero", total(m, n))
         with cgutils.for_range_slice(b, int64(0), in_features, int64(STEP)) as (k, _):
-            for m in range(num_blocks):
-                row = b.add(b.add(x, below[m]), b.mul(k, int64(2)))
-                _tile(b, "tileloadd64", inputs(m), pointer(b, row, I8), x_stride)
             for n in range(num_panels):
                 at = b.add(b.add(w, b.mul(panel_bytes, int64(n))), b.mul(k, int64(_TILE_BYTES // STEP)))
                 _tile(b, "tileloadd64", weights(n), pointer(b, at, I8), int64(64))
                 for m in range(num_blocks):
+                    if n == 0:
+                        row = b.add(b.add(x, below[m]), b.mul(k, int64(2)))
+                        _tile(b, load_inputs, inputs(m), pointer(b, row, I8), x_stride)
                     _tile(b, "tdpbf16ps", total(m, n), inputs(m), weights(n))
         for (m, n), place in of_tile.items():
             _tile(b, "tilestored64", total(m, n), place, sums_stride)
         return context.get_dummy_value()
 
-    return types.void(blocks, panels, add, *[types.int64] * 7), codegen
+    return types.void(blocks, panels, add, once, *[types.int64] * 7), codegen
 
 
 @kernel("qqqqqqqqqqqq")
 def _multiply(blocks: int, panels: int) -> Callable[[int], None]:
     """``blocks`` · 16 tokens at a time; the last time the last ones, some of them once more. Fewer tokens than that: once,
     with tiles of fewer rows (``config``)."""
-    step = BLOCK * blocks
+    step, once = BLOCK * blocks, blocks - 1
 
     def body(p: int) -> None:
         x, x_stride, num_tokens, w, panel_bytes, in_features = (
@@ -131,7 +140,8 @@ def _multiply(blocks: int, panels: int) -> Callable[[int], None]:
             arg(p, 10),
             arg(p, 11),
         )
-        tokens_in_cache = max(INPUTS_IN_CACHE // (2 * in_features * step), 1) * step
+        groups = (num_tokens * 2 * in_features + _INPUTS - 1) // _INPUTS
+        tokens_in_cache = (num_tokens // max(groups, 1) + step - 1) // step * step
         sums = simd.scratch(8 * 1024)
         configure(config)
         first, last = piece(take(p, 1), units, threads)
@@ -142,7 +152,7 @@ def _multiply(blocks: int, panels: int) -> Callable[[int], None]:
                     for start in range(begin, end, step):
                         t = max(min(start, num_tokens - step), 0)
                         xt, wn = x + t * x_stride, w + n * panel_bytes
-                        product(blocks, panels, 0, wn, panel_bytes, xt, x_stride, in_features, sums, 64 * panels)
+                        product(blocks, panels, 0, once, wn, panel_bytes, xt, x_stride, in_features, sums, 64 * panels)
                         for i in range(min(step, num_tokens - t)):
                             for j in range(panels):
                                 value = simd.load("f32", sums + (i * panels + j) * 64)
@@ -165,6 +175,17 @@ def config_for(rows: tuple[int, ...], panels: int) -> np.ndarray:
     config[48:56] = of_tile + [BLOCK] * (8 - len(of_tile))
     config[16:32].view(np.uint16)[:] = 64  # bytes of a row
     return config
+
+
+@njit
+def write_config(address, rows):  # type: ignore[no-untyped-def]
+    """What :func:`config_for` makes for two panels and blocks of 16 and of ``rows`` tokens, written by a kernel."""
+    simd.store_int64(address, 1)
+    for i in (8, 32, 40, 56):
+        simd.store_int64(address + i, 0)
+    for i in (16, 24):
+        simd.store_int64(address + i, 0x0040_0040_0040_0040)
+    simd.store_int64(address + 48, 0x1010_0010_0000_1010 | rows << 16 | rows << 24 | rows << 40)
 
 
 def multiply(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor) -> None:

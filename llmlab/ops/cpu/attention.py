@@ -47,6 +47,7 @@ def _decode(method: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Ca
         block_size, block_stride, slot_stride = arg(p, 4), arg(p, 5), arg(p, 6)
         block_table, table_stride, query_start_loc = arg(p, 7), arg(p, 8), arg(p, 9)
         seq_lens, num_reqs, tokens, count = arg(p, 10), arg(p, 11), arg(p, 12), arg(p, 13)
+        count = simd.load_int64(count) if tokens else count
         scale, window, soft_cap = np.float32(number(p, 14)), arg(p, 15), np.float32(number(p, 16))
         max_parts, parts, counters, out, lse, threads = (
             arg(p, 17),
@@ -265,19 +266,17 @@ def paged_attention(
     q, query_start_loc, seq_lens = simd.heads_together(q), query_start_loc.contiguous(), seq_lens.contiguous()
     out = empty(q.shape, q.dtype)
     lse = empty((tokens, num_heads), torch.float32) if return_lse else None
-    rest = None  # tokens that are not done in tiles; None means all
-    if tokens != seq_lens.shape[0]:
-        starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
-        many = [r for r in range(len(lengths)) if starts[r + 1] - starts[r] >= flash.FEWEST]
-        if many:
-            plan = flash.Plan.of(many, starts, lengths, sliding_window)
+    # One token a request: split its context. Otherwise requests with many queries are done in tiles, the others token by token.
+    count, plan, num_reqs = tokens, None, seq_lens.shape[0]
+    if tokens != num_reqs:
+        plan = flash.Plan.of(query_start_loc, seq_lens, tokens, block_table.shape[1] * block_size, sliding_window)
+        count = plan.few.shape[0]
+        if tokens >= flash.FEWEST:
             flash.attend(plan, q, key_cache, value_cache, block_table, scale, sliding_window, soft_cap, out, lse)
-            few = set(range(len(lengths))).difference(many)
-            rest = torch.tensor([t for r in sorted(few) for t in range(starts[r], starts[r + 1])], dtype=torch.int64)
-    count, size = tokens if rest is None else rest.shape[0], q.element_size()
+    size = q.element_size()
     if count:
         if max_parts is None:
-            max_parts = max(min(16 * torch.get_num_threads() // count, _MAX_PARTS), 1)
+            max_parts = max(min(16 * torch.get_num_threads() // min(count, num_reqs), _MAX_PARTS), 1)
         parts = counters = out
         if max_parts > 1:
             parts = empty((count * max_parts * part_floats(num_heads, head_dim),), torch.float32)
@@ -295,9 +294,9 @@ def paged_attention(
             block_table.stride(0),
             query_start_loc.data_ptr(),
             seq_lens.data_ptr(),
-            seq_lens.shape[0],
-            0 if rest is None else rest.data_ptr(),
-            count,
+            num_reqs,
+            0 if plan is None else plan.few.data_ptr(),
+            count if plan is None else plan.words.data_ptr() + flash.FEW,
             scale,
             sliding_window or 0,
             soft_cap or 0.0,

@@ -8,7 +8,7 @@ tiles with an online softmax (FlashAttention-2: Dao 2023, arXiv:2307.08691, algo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llmlab.ops.cpu import amx, simd
+from llmlab.ops.cpu.cast import to_float32
 from llmlab.ops.cpu.memory import empty
 from llmlab.ops.cpu.parallel import arg, kernel, number, take
 from llmlab.ops.cpu.tiles import panel_tile
@@ -24,55 +25,96 @@ QUERIES = 32  # of one head together
 FEWEST = 17  # below so many queries of a request, :mod:`llmlab.ops.cpu.attention` is faster
 _PAD = 32  # keys are laid out in multiples of it
 _LOG2_E = math.log2(math.e)
-_FIELDS = 8  # of a request in the plan: see Plan.of
+_HEADER = 64  # bytes of a plan before its rows
+_ROW = 128  # bytes of a request's row
+FEW = 24  # where in the header the number of tokens left over stands
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the kernels know of the requests, an int64 row each.
+    """Which requests of a batch are attended to in tiles, and which tokens are left over.
+
+    A kernel writes it and kernels read it, so that a recorded step finds a new batch's plan in the old place. Sizes are what a
+    batch of this shape can need at most.
 
     Attributes:
-        table: ``[requests, 8]``: first query, number of queries, sequence length, row of the block table, first visible key
-            (a multiple of 32), where its keys begin in the laid-out buffers, first item of the layout, first block of queries.
-        keys: number of keys laid out, padding included.
-        blocks: number of blocks of queries.
+        words: int64; a header of four counts (requests in tiles, their keys laid out with padding, their blocks of queries,
+            tokens left over), then a row a request: first query, number of queries, sequence length, row of the block table,
+            first visible key (a multiple of 32), where its keys begin in the laid-out buffer, first item of the layout,
+            first block of queries; and its tile configuration.
+        few: ``[most tokens left over]`` int64, which these are.
+        most_keys: that can be laid out.
     """
 
-    table: Tensor
-    keys: int
-    blocks: int
+    words: Tensor
+    few: Tensor
+    most_keys: int
 
     @staticmethod
-    def of(rows: Sequence[int], starts: Sequence[int], seq_lens: Sequence[int], window: int | None) -> Plan:
-        """The plan of the requests ``rows`` of a batch."""
-        table, keys, blocks = [], 0, 0
-        for r in rows:
-            queries, length = starts[r + 1] - starts[r], seq_lens[r]
-            first = 0 if window is None else max(length - queries + 1 - window, 0) // _PAD * _PAD
-            table.append((starts[r], queries, length, r, first, keys, keys // _PAD, blocks))
-            keys += -(-(length - first) // _PAD) * _PAD
-            blocks += -(-queries // QUERIES)
-        return Plan(torch.tensor(table, dtype=torch.int64), keys, blocks)
+    def of(query_start_loc: Tensor, seq_lens: Tensor, tokens: int, longest: int, window: int | None) -> Plan:
+        """The plan of a batch of ``tokens`` tokens whose sequences have at most ``longest``."""
+        num_reqs = seq_lens.shape[0]
+        most = min(num_reqs, tokens // FEWEST)
+        words = empty(((_HEADER + most * _ROW) // 8,), torch.int64)
+        few = empty((min(tokens, num_reqs * (FEWEST - 1)),), torch.int64)
+        _plan().serial(
+            query_start_loc.data_ptr(), seq_lens.data_ptr(), num_reqs, window or 0, words.data_ptr(), few.data_ptr()
+        )
+        return Plan(words, few, most * -(-longest // _PAD) * _PAD)
 
 
-@kernel("qqqqqqqqqqqqq")
+@kernel("qqqqqq")
+def _plan() -> Callable[[int], None]:
+    pad, queries, fewest, header, row_bytes = _PAD, QUERIES, FEWEST, _HEADER, _ROW
+
+    def body(p: int) -> None:
+        query_start_loc, seq_lens, num_reqs, window = arg(p, 0), arg(p, 1), arg(p, 2), arg(p, 3)
+        plan, few = arg(p, 4), arg(p, 5)
+        row = plan + header
+        rows, keys, blocks, count = 0, 0, 0, 0
+        for r in range(num_reqs):
+            start, end = simd.load_int32(query_start_loc + 4 * r), simd.load_int32(query_start_loc + 4 * r + 4)
+            length, n = simd.load_int32(seq_lens + 4 * r), end - start
+            if n < fewest:
+                for token in range(start, end):
+                    simd.store_int64(few + 8 * count, token)
+                    count += 1
+                continue
+            first = max(length - n + 1 - window, 0) // pad * pad if window > 0 else 0
+            simd.store_int64(row, start)
+            simd.store_int64(row + 8, n)
+            simd.store_int64(row + 16, length)
+            simd.store_int64(row + 24, r)
+            simd.store_int64(row + 32, first)
+            simd.store_int64(row + 40, keys)
+            simd.store_int64(row + 48, keys // pad)
+            simd.store_int64(row + 56, blocks)
+            amx.write_config(row + 64, min(n, queries) - amx.BLOCK)
+            rows, row = rows + 1, row + row_bytes
+            keys += (length - first + pad - 1) // pad * pad
+            blocks += (n + queries - 1) // queries
+        simd.store_int64(plan, rows)
+        simd.store_int64(plan + 8, keys)
+        simd.store_int64(plan + 16, blocks)
+        simd.store_int64(plan + 24, count)
+
+    return body
+
+
+@kernel("qqqqqqqqqq")
 def _lay_out(kind: str, pairs: int, head_dim: int) -> Callable[[int], None]:
     """One item: 32 keys and values of one KV head. ``pairs``: bfloat16 as it is, in pairs; otherwise widened to float32."""
     size = simd.itemsize(kind)
     packed = 2 if pairs else 4
     features = 2 * simd.LANES if pairs else simd.LANES  # of one transposed square
-    fields, lanes, pad = _FIELDS * 8, simd.LANES, _PAD
+    lanes, pad, header, row_bytes = simd.LANES, _PAD, _HEADER, _ROW
 
     def body(p: int) -> None:
-        key_cache, value_cache, block_size, block_stride, slot_stride = (
-            arg(p, 0),
-            arg(p, 1),
-            arg(p, 2),
-            arg(p, 3),
-            arg(p, 4),
-        )
-        block_table, table_stride, plan, num_reqs = arg(p, 5), arg(p, 6), arg(p, 7), arg(p, 8)
-        heads, total_keys, keys_out, values_out = arg(p, 9), arg(p, 10), arg(p, 11), arg(p, 12)
+        key_cache, value_cache, block_size = arg(p, 0), arg(p, 1), arg(p, 2)
+        block_stride, slot_stride, block_table, table_stride = arg(p, 3), arg(p, 4), arg(p, 5), arg(p, 6)
+        plan, heads, keys_out = arg(p, 7), arg(p, 8), arg(p, 9)
+        num_reqs, total_keys, rows = simd.load_int64(plan), simd.load_int64(plan + 8), plan + header
+        values_out = keys_out + heads * total_keys * head_dim * packed
         offsets = simd.scratch(256)
         while True:
             item = take(p, 1)
@@ -80,9 +122,9 @@ def _lay_out(kind: str, pairs: int, head_dim: int) -> Callable[[int], None]:
                 break
             head, tile = item % heads, item // heads
             request = 0
-            while request + 1 < num_reqs and simd.load_int64(plan + (request + 1) * fields + 48) <= tile:
+            while request + 1 < num_reqs and simd.load_int64(rows + (request + 1) * row_bytes + 48) <= tile:
                 request += 1
-            row = plan + request * fields
+            row = rows + request * row_bytes
             length, table_row = simd.load_int64(row + 16), simd.load_int64(row + 24)
             first, base = simd.load_int64(row + 32), simd.load_int64(row + 40)
             padded = (length - first + pad - 1) // pad * pad
@@ -116,7 +158,7 @@ def _lay_out(kind: str, pairs: int, head_dim: int) -> Callable[[int], None]:
     return body
 
 
-@kernel("qqqqqqqqqqdqdqqq")
+@kernel("qqqqqqdqdqq")
 def _attend(method: str, kind: str, head_dim: int) -> Callable[[int], None]:
     """One item: 32 queries of one head (the last ones once more where their number is no multiple of 32).
 
@@ -126,7 +168,7 @@ def _attend(method: str, kind: str, head_dim: int) -> Callable[[int], None]:
     packed = 2 if pairs else 4
     weight_kind, degree = ("bf16", 4) if pairs else ("f32", 6)
     tile = 128 if pairs else 64  # keys
-    size, lanes, pad, fields, queries = simd.itemsize(kind), simd.LANES, _PAD, _FIELDS * 8, QUERIES
+    size, lanes, pad, queries, header, row_bytes = simd.itemsize(kind), simd.LANES, _PAD, QUERIES, _HEADER, _ROW
     dim_panels = head_dim // simd.LANES
     together = 2 if dim_panels % 2 == 0 and simd.cpu_has("avx512f") else 1
     key_panels, rows_together = (2, 8) if simd.cpu_has("avx512f") else (1, 4)
@@ -134,10 +176,11 @@ def _attend(method: str, kind: str, head_dim: int) -> Callable[[int], None]:
     inner_bytes = head_dim * simd.LANES * packed
 
     def body(p: int) -> None:
-        q, q_stride, keys, values, total_keys = arg(p, 0), arg(p, 1), arg(p, 2), arg(p, 3), arg(p, 4)
-        plan, num_reqs, blocks, heads, per_kv_head = arg(p, 5), arg(p, 6), arg(p, 7), arg(p, 8), arg(p, 9)
-        scale, window, soft_cap = np.float32(number(p, 10)), arg(p, 11), np.float32(number(p, 12))
-        out, lse, configs = arg(p, 13), arg(p, 14), arg(p, 15)
+        q, q_stride, keys, plan, heads, per_kv_head = arg(p, 0), arg(p, 1), arg(p, 2), arg(p, 3), arg(p, 4), arg(p, 5)
+        scale, window, soft_cap = np.float32(number(p, 6)), arg(p, 7), np.float32(number(p, 8))
+        out, lse = arg(p, 9), arg(p, 10)
+        num_reqs, total_keys, blocks = simd.load_int64(plan), simd.load_int64(plan + 8), simd.load_int64(plan + 16)
+        table, values = plan + header, keys + heads // per_kv_head * total_keys * head_dim * packed
         scores, sums, weights = simd.scratch(scores_bytes), simd.scratch(sums_bytes), simd.scratch(weights_bytes)
         highs, highs_now, shrinks, totals = simd.scratch(128), simd.scratch(128), simd.scratch(128), simd.scratch(128)
         low, zero, one = np.float32(-np.inf), np.float32(0.0), np.float32(1.0)
@@ -151,9 +194,9 @@ def _attend(method: str, kind: str, head_dim: int) -> Callable[[int], None]:
                 break
             head, block = item % heads, blocks - 1 - item // heads  # late queries see more keys: they go first
             request = num_reqs - 1
-            while simd.load_int64(plan + request * fields + 56) > block:
+            while simd.load_int64(table + request * row_bytes + 56) > block:
                 request -= 1
-            row = plan + request * fields
+            row = table + request * row_bytes
             begin, num_queries, length = simd.load_int64(row), simd.load_int64(row + 8), simd.load_int64(row + 16)
             first, base = simd.load_int64(row + 32), simd.load_int64(row + 40)
             padded = (length - first + pad - 1) // pad * pad
@@ -168,7 +211,7 @@ def _attend(method: str, kind: str, head_dim: int) -> Callable[[int], None]:
                 simd.store("f32", highs + i, simd.splat(lowest))
                 simd.store("f32", totals + i, simd.splat(zero))
             if on_tiles:
-                amx.configure(configs + 64 * request)
+                amx.configure(row + 64)
             from_key = max(first, (position + 1 - window) // pad * pad) if window > 0 else first
             for k in range(from_key, position + rows, tile):
                 n = min((position + rows - k + pad - 1) // pad * pad, tile)
@@ -176,7 +219,7 @@ def _attend(method: str, kind: str, head_dim: int) -> Callable[[int], None]:
                 for j in range(0, n, pad):
                     wj, sj = keys + own + (local + j) * head_dim * packed, scores + 4 * j
                     if on_tiles:
-                        amx.product(2, 2, 0, wj, inner_bytes, x, q_stride, head_dim, sj, 4 * tile)
+                        amx.product(2, 2, 0, 0, wj, inner_bytes, x, q_stride, head_dim, sj, 4 * tile)
                     else:
                         for i in range(0, pad, key_panels * lanes):
                             wi, si = wj + i * head_dim * packed, sj + 4 * i
@@ -256,7 +299,7 @@ def _attend(method: str, kind: str, head_dim: int) -> Callable[[int], None]:
                     wi = values + own + (i * padded + local) * lanes * packed
                     at, stride, width = sums + i * 64, head_dim * 4, padded * lanes * packed
                     if on_tiles:
-                        amx.product(2, together, 1, wi, width, weights, tile * packed, n, at, stride)
+                        amx.product(2, together, 1, 0, wi, width, weights, tile * packed, n, at, stride)
                     else:
                         for r in range(0, rows - rows % rows_together, rows_together):
                             wr, sr = weights + r * tile * packed, at + r * stride
@@ -316,9 +359,8 @@ def attend(
     method = _method(q.dtype, head_dim)
     pairs = method != "f32"
     if not pairs:
-        q = q.float()
-    num_reqs = plan.table.shape[0]
-    laid_out = empty((2, num_kv_heads, plan.keys, head_dim), torch.bfloat16 if pairs else torch.float32)
+        q = to_float32(q.flatten(1))
+    laid_out = empty((2, num_kv_heads, plan.most_keys, head_dim), torch.bfloat16 if pairs else torch.float32)
     _lay_out(kind, int(pairs), head_dim).parallel(
         key_cache.data_ptr(),
         value_cache.data_ptr(),
@@ -327,26 +369,15 @@ def attend(
         key_cache.stride(1) * size,
         block_table.data_ptr(),
         block_table.stride(0),
-        plan.table.data_ptr(),
-        num_reqs,
+        plan.words.data_ptr(),
         num_kv_heads,
-        plan.keys,
-        laid_out[0].data_ptr(),
-        laid_out[1].data_ptr(),
+        laid_out.data_ptr(),
     )
-    configs = plan.table
-    if method == "amx":
-        lengths = plan.table[:, 1].tolist()
-        configs = torch.from_numpy(np.stack([amx.config_for((16, min(n, QUERIES) - 16), 2) for n in lengths]))
     _attend(method, kind, head_dim).parallel(
         q.data_ptr(),
         q.stride(0) * q.element_size(),
-        laid_out[0].data_ptr(),
-        laid_out[1].data_ptr(),
-        plan.keys,
-        plan.table.data_ptr(),
-        num_reqs,
-        plan.blocks,
+        laid_out.data_ptr(),
+        plan.words.data_ptr(),
         num_heads,
         num_heads // num_kv_heads,
         scale,
@@ -354,7 +385,6 @@ def attend(
         soft_cap or 0.0,
         out.data_ptr(),
         0 if lse is None else lse.data_ptr(),
-        configs.data_ptr(),
     )
 
 

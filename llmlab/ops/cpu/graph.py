@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmlab.ops.cpu import memory, simd
-from llmlab.ops.cpu.parallel import arg, call_address, kernel, launch_address, openmp, record_calls
+from llmlab.ops.cpu.parallel import arg, kernel, record_calls
+from llmlab.ops.cpu.pool import call_address, pool, run
 
 
 class NotRecordable(RuntimeError):
@@ -50,32 +52,32 @@ class Graph:
     Args:
         function: runs once, while it is recorded; every tensor that it reads or writes must stay where it is.
         arena: where the results of its kernels live; graphs that never run at the same time can share one.
+        check: look at every op of torch's, which takes as long as the step. Not needed for a function that does the same as one
+            that was checked, on tensors of other sizes.
 
     Raises:
         NotRecordable: the function computes with torch itself.
     """
 
-    def __init__(self, function: Callable[[], Any], arena: memory.Arena):
-        with memory.allocate_in(arena), record_calls() as calls, _OnlyKernels():
+    def __init__(self, function: Callable[[], Any], arena: memory.Arena, check: bool = True):
+        with memory.allocate_in(arena), record_calls() as calls, _OnlyKernels() if check else nullcontext():
             self.result = function()
         self._calls = calls
-        words = [word for call in calls for word in call.words]
-        self._rows = torch.tensor(words, dtype=torch.int64)
+        self._rows = torch.frombuffer(bytearray().join(call.row for call in calls) or bytearray(8), dtype=torch.int64)
         starts, at = [], self._rows.data_ptr()
         for call in calls:
             starts.append((call.kernel.address, at, int(call.parallel)))
             at += len(call.row)
         self._table = torch.tensor(starts, dtype=torch.int64).reshape(-1, 3)
-        self._threads = torch.get_num_threads()
 
     def play(self) -> Any:
         """Run the kernels again: the same result object, with what they compute now."""
-        launch = openmp()
-        if launch is None:
+        helpers = pool()
+        if helpers is None:
             for call in self._calls:
                 call.again()
         else:
-            _play().serial(self._table.data_ptr(), len(self._calls), launch.address, self._threads)
+            _play().serial(self._table.data_ptr(), len(self._calls), helpers.address, helpers.threads())
         return self.result
 
     def times(self) -> list[tuple[str, float]]:
@@ -91,13 +93,13 @@ class Graph:
 @kernel("qqqq")
 def _play() -> Callable[[int], None]:
     def body(p: int) -> None:
-        table, count, launch, threads = arg(p, 0), arg(p, 1), arg(p, 2), arg(p, 3)
+        table, count, helpers, threads = arg(p, 0), arg(p, 1), arg(p, 2), arg(p, 3)
         for i in range(count):
             address = simd.load_int64(table + 24 * i)
             row = simd.load_int64(table + 24 * i + 8)
             simd.store_int64(row, 0)  # the counter of the work taken
             if simd.load_int64(table + 24 * i + 16):
-                launch_address(launch, address, row, threads)
+                run(helpers, address, row, threads)
             else:
                 call_address(address, row)
 

@@ -167,7 +167,7 @@ def widen(typingctx: Any, source: Any, target: Any) -> Any:
 @kernel("qqqqqqqqqqqqq")
 def _multiply_tiles(blocks: int, panels: int) -> Callable[[int], None]:
     """On AMX tiles, ``blocks`` · 16 tokens at a time, as :func:`llmlab.ops.cpu.amx.multiply`."""
-    step = amx.BLOCK * blocks
+    step, once = amx.BLOCK * blocks, blocks - 1
     block_bytes = step * panels * 64
     room = GROUP // step * block_bytes
     wide_bytes = FEATURES * LANES * 2
@@ -202,11 +202,11 @@ def _multiply_tiles(blocks: int, panels: int) -> Callable[[int], None]:
                             xt = x + max(min(start, num_tokens - step), 0) * x_stride + 2 * k
                             if k:
                                 amx.product(
-                                    blocks, panels, 1, wide, wide_bytes, xt, x_stride, features, to, 64 * panels
+                                    blocks, panels, 1, once, wide, wide_bytes, xt, x_stride, features, to, 64 * panels
                                 )
                             else:
                                 amx.product(
-                                    blocks, panels, 0, wide, wide_bytes, xt, x_stride, features, to, 64 * panels
+                                    blocks, panels, 0, once, wide, wide_bytes, xt, x_stride, features, to, 64 * panels
                                 )
                             to += block_bytes
                     at = sums

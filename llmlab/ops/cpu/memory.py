@@ -52,20 +52,24 @@ class Arena:
     def __init__(self) -> None:
         self._free: list[tuple[int, int, np.ndarray]] = []  # size, a number of its own, block; sorted
         self._count = itertools.count()
-        self._kept: list[np.ndarray] = []
+        self._lent: dict[int, tuple[weakref.ref, np.ndarray]] = {}  # by the identity of the reference
+        self._zeros = [np.zeros(0, np.uint8)]  # the last is the largest; recorded steps may still use the others
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        used = math.prod(shape) * dtype.itemsize
-        block = self._take(max(used, 1))
+        count = math.prod(shape)
+        block = self._take(max(count, 1) * dtype.itemsize)
         array = block[:]  # a new object, which lives exactly as long as the tensor made from it
-        weakref.finalize(array, self._give_back, block).atexit = False
-        return torch.from_numpy(array)[:used].view(dtype).view(tuple(shape))
+        reference = weakref.ref(array, self._give_back)  # weakref.finalize does as much, five times slower
+        self._lent[id(reference)] = reference, block
+        flat = torch.frombuffer(array, dtype=dtype, count=max(count, 1))  # it refuses a count of 0
+        return (flat if count else flat[:0]).view(shape)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zero now, and not used again for anything else: for a kernel that leaves zeros behind."""
-        array = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-        self._kept.append(array)
-        return torch.from_numpy(array).view(dtype).view(tuple(shape))
+        """Zeros for kernels that leave zeros behind, and run one after the other: the same memory for all of them."""
+        used = math.prod(shape) * dtype.itemsize
+        if used > len(self._zeros[-1]):
+            self._zeros.append(np.zeros(2 * used, np.uint8))
+        return torch.from_numpy(self._zeros[-1])[:used].view(dtype).view(tuple(shape))
 
     def _take(self, size: int) -> np.ndarray:
         at = bisect.bisect_left(self._free, (size,))
@@ -77,7 +81,8 @@ class Arena:
         block = np.empty(size + _LINE, np.uint8)
         return block[-block.ctypes.data % _LINE :][:size]
 
-    def _give_back(self, block: np.ndarray) -> None:
+    def _give_back(self, reference: weakref.ref) -> None:
+        _, block = self._lent.pop(id(reference))
         bisect.insort(self._free, (len(block), next(self._count), block))
 
 

@@ -2,30 +2,28 @@
 
 A kernel is a function of one address: that of a row of 64-bit arguments. Compiled by numba to a plain C function, it is
 called through ctypes in half a microsecond, which counts when a decode step calls three hundred of them. In parallel, the
-same function runs once on every thread of torch's own OpenMP pool (a second pool would fight the first for the cores), and
-the threads take pieces of the work from a counter that stands before the arguments, so that a thread that was put aside by
-the operating system holds up one piece only.
+same function runs once on every thread that comes (:mod:`llmlab.ops.cpu.pool`), and the threads take pieces of the work from a
+counter that stands before the arguments, so that a thread that was put aside by the operating system holds up one piece only.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import struct
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from llvmlite import ir
-from numba import cfunc, njit, prange, types
+from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from llmlab.ops.cpu import simd
+from llmlab.ops.cpu.machine_code import compiled
+from llmlab.ops.cpu.pool import call_address, pool
 
 INPUTS_IN_CACHE = 512 << 10  # bytes of one operand that a kernel goes over again and again: half of a small L2 cache
 _STATUS = struct.Struct("q").unpack_from
@@ -37,11 +35,6 @@ class Call(NamedTuple):
     kernel: Kernel
     row: bytes
     parallel: bool
-
-    @property
-    def words(self) -> tuple[int, ...]:
-        """The row of arguments, eight bytes each."""
-        return struct.unpack(f"{len(self.row) // 8}q", self.row)
 
     def again(self) -> None:
         self.kernel.run(bytes(bytearray(self.row)), self.parallel)  # a copy, for the kernel to write into
@@ -75,11 +68,10 @@ class Kernel:
 
     def __init__(self, body: Callable[[int], None], layout: str):
         self.name = body.__qualname__.partition(".")[0].lstrip("_")
-        self._compiled = compiled = _compile(body)  # owns the machine code
-        self.address = compiled.address
+        self._compiled = compiled(body)  # owns the machine code
+        self.address = self._compiled.address
         self._pack = struct.Struct("qq" + layout).pack
         self._call = ctypes.PYFUNCTYPE(None, ctypes.c_char_p)(self.address)
-        self._launch = _launcher()
 
     def serial(self, *args: Any) -> int:
         """Run on the calling thread; returns the status, 0 unless the kernel reported something."""
@@ -96,7 +88,10 @@ class Kernel:
             calls.append(Call(self, bytes(bytearray(row)), parallel))
         # The row is this call's own, so that the kernel may write into it, although Python calls it immutable.
         if parallel:
-            self._launch(self.address, row, torch.get_num_threads())
+            if (helpers := pool()) is None:
+                _launch_by_numba(self.address, row, torch.get_num_threads())
+            else:
+                helpers.launch(helpers.address, self.address, row, helpers.threads())
         else:
             self._call(row)
         return _STATUS(row, 8)[0]
@@ -110,8 +105,7 @@ class Kernel:
 def kernel(layout: str) -> Callable[[Callable[..., Callable[[int], None]]], Callable[..., Kernel]]:
     """Decorate a maker of kernel bodies: ``make(*specialisation) -> body`` becomes ``make(*specialisation) -> Kernel``.
 
-    Each specialisation is compiled when it is first asked for, once a process; numba keeps the machine code on disk
-    (``NUMBA_CACHE_DIR``, or ``__pycache__`` beside the source).
+    Each specialisation is compiled when it is first asked for, once a process.
     """
 
     def decorate(make: Callable[..., Callable[[int], None]]) -> Callable[..., Kernel]:
@@ -125,84 +119,10 @@ def kernel(layout: str) -> Callable[[Callable[..., Callable[[int], None]]], Call
     return decorate
 
 
-def _compile(body: Callable[[int], None]) -> Any:
-    # numba recompiles when the body's own file changes, but does not see the files that it is built from: their state is
-    # made part of the name that the machine code is kept under.
-    body.__qualname__ += f".{_sources():x}"
-    compiler = functools.partial(cfunc, types.void(types.int64), error_model="numpy")  # no checks of divisors
-    try:
-        return compiler(cache=True)(body)
-    except RuntimeError:  # nowhere to keep it: the body was typed in, or nothing can be written
-        return compiler()(body)
-
-
-@functools.cache
-def _sources() -> int:
-    folder = Path(__file__).parent
-    stamps = [(folder / name).stat().st_mtime_ns for name in ("parallel.py", "simd.py", "tiles.py", "amx.py")]
-    return zlib.crc32(repr(stamps).encode())
-
-
-class OpenMP(NamedTuple):
-    """``GOMP_parallel(function, data, threads, flags)`` of the OpenMP runtime that torch itself runs on."""
-
-    function: Any
-    address: int
-
-
-@functools.cache
-def openmp() -> OpenMP | None:
-    """None where torch's runtime cannot be reached (it has no such function, or the one found is another runtime's)."""
-    process = ctypes.CDLL(None) if os.name == "posix" else None
-    try:
-        threads_now = process.omp_get_max_threads()
-        function = process.GOMP_parallel
-    except AttributeError:
-        return None
-    if threads_now != torch.get_num_threads():
-        return None
-    function.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint)
-    function.restype = None
-    return OpenMP(function, ctypes.cast(function, ctypes.c_void_p).value)
-
-
-@functools.cache
-def _launcher() -> Callable[[int, bytes, int], None]:
-    """``launch(address, arguments, threads)`` on torch's OpenMP runtime if it can be reached, else through numba's pool."""
-    if found := openmp():
-        return lambda address, arguments, threads: found.function(address, arguments, threads, 0)
-    return _launch_by_numba
-
-
-def _function(b: ir.IRBuilder, address: ir.Value, *args: ir.Value) -> None:
-    b.call(simd.pointer(b, address, ir.FunctionType(simd.VOID, [a.type for a in args])), args)
-
-
-@intrinsic
-def call_address(typingctx: Any, address: Any, row: Any) -> Any:
-    """``call_address(address, row)``: run a kernel, given the addresses of its code and its arguments, on this thread."""
-
-    def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        _function(b, *args)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
-
-
-@intrinsic
-def launch_address(typingctx: Any, launch: Any, address: Any, row: Any, threads: Any) -> Any:
-    """``launch_address(launch, address, row, threads)``: run a kernel on the threads of the runtime with this launcher."""
-
-    def codegen(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        launch, address, row, threads = args
-        _function(b, launch, address, row, b.trunc(threads, simd.I32), ir.Constant(simd.I32, 0))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
-
-
 @functools.cache
 def _numba_pool() -> Callable[[int, int, int], None]:
+    """Where there is no pool of ours."""
+
     @njit("void(int64, int64, int64)", parallel=True, nogil=True)
     def run(address: int, row: int, threads: int) -> None:
         for _ in prange(threads):
