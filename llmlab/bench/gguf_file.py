@@ -6,7 +6,6 @@ The inverse of :mod:`llmlab.convert_gguf`, with its names and its order of rows.
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -69,17 +68,16 @@ def write_gguf(model_dir: str | Path, path: str | Path, dtype: str) -> Path:
         "num_hidden_layers": config.num_layers,
         "tie_word_embeddings": config.tie_word_embeddings,
     }
-    with ExitStack() as files:
-        checkpoint = Checkpoint(model_dir, files)
-        for ggml_name, (hf_name, shape) in ggml_tensors(sizes).items():
-            values = checkpoint.read(hf_name, shape).to(torch.float32).numpy()
-            if hf_name.endswith("q_proj.weight"):
-                values = permute(values, config.num_heads)
-            elif hf_name.endswith("k_proj.weight"):
-                values = permute(values, config.num_kv_heads)
-            stored = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
-            values = gguf.quants.quantize(np.ascontiguousarray(values), stored)
-            writer.add_tensor(ggml_name, values, raw_dtype=stored)
+    checkpoint = Checkpoint(model_dir)
+    for ggml_name, (hf_name, shape) in ggml_tensors(sizes).items():
+        values = checkpoint.read(hf_name, shape).to(torch.float32).numpy()
+        if hf_name.endswith("q_proj.weight"):
+            values = permute(values, config.num_heads)
+        elif hf_name.endswith("k_proj.weight"):
+            values = permute(values, config.num_kv_heads)
+        stored = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        values = gguf.quants.quantize(np.ascontiguousarray(values), stored)
+        writer.add_tensor(ggml_name, values, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

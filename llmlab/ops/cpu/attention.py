@@ -276,7 +276,7 @@ def paged_attention(
     size = q.element_size()
     if count:
         if max_parts is None:
-            max_parts = max(min(16 * torch.get_num_threads() // min(count, num_reqs), _MAX_PARTS), 1)
+            max_parts = max(min(16 * torch.get_num_threads() // count, _MAX_PARTS), 1)
         parts = counters = out
         if max_parts > 1:
             parts = empty((count * max_parts * part_floats(num_heads, head_dim),), torch.float32)
