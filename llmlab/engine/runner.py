@@ -114,7 +114,11 @@ class Runner:
         c = self.model.config
         shape = (c.num_layers, 2, num_blocks, self.block_size, c.num_kv_heads, c.head_dim)
         if device.type == "cpu":
-            return large_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+            # In memory a block's keys and values of all layers lie together, so that the pages taken are those of the blocks
+            # in use, not a few MB for the first of them in every layer.
+            by_block = (num_blocks, c.num_layers, 2, *shape[3:])
+            memory = large_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(by_block)
+            return memory.permute(1, 2, 0, 3, 4, 5)
         return torch.empty(shape, dtype=dtype, device=device)
 
     @staticmethod

@@ -75,7 +75,7 @@ def steps(
             row = roofline.sweep_decode(driver, ceilings, [reqs], [context], max_seconds=seconds)
         else:
             row = roofline.sweep_prefill(driver, ceilings, [new], max_seconds=seconds)
-        played = driver.runner.plays_graphs and new == 1
+        played = driver.runner.plays_graphs
         measured = row.iloc[0].to_dict()
         graph = {"graph": "engine", "graph_seconds": measured["seconds"]} if played else {"graph": "none"}
         if not played and new == 1 and driver.model.ops.device.type == "cuda":

@@ -236,8 +236,9 @@ class StepSample:
 class CalibratedClock:
     """A clock for one machine: seconds are a sum of six terms, their weights fitted to measured steps.
 
-    Terms (:data:`CALIBRATED_TERMS`): a step; a step that is not all decodes (those may be played from a recorded graph); a
-    request in it; and the cost model's seconds of linear layers, attention and the rest. No weight is negative.
+    Terms (:data:`CALIBRATED_TERMS`): a step; a step that is not all decodes (it has more kernels, and is filled up with tokens
+    that nobody wants); a request in it; and the cost model's seconds of linear layers, attention and the rest. No weight is
+    negative.
 
     Attributes:
         weights: seconds for the first three terms; for the others, measured seconds for each second on the roof.

@@ -126,8 +126,8 @@ def calibration_workloads(llm: LLM, max_num_seqs: int) -> tuple[list[Workload], 
 def calibrate(llm: LLM, max_num_seqs: int = 16) -> tuple[CalibratedClock, list[StepSample]]:
     """Fit a clock to this machine and model on some hundred steps: ``(clock, the steps)``.
 
-    Prompts run once before they count, to compile and to touch memory; the one step of each batch size in which its decode graph
-    is recorded is an outlier that the fit does not follow.
+    Prompts run once before they count, to compile and to touch memory; the first step of each shape, which is
+    recorded, is an outlier that the fit does not follow.
     """
     prompts, rest = calibration_workloads(llm, max_num_seqs)
     for workload in prompts:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MODEL_PARTS = ("forward", "logits")
 PARTS = (*MODEL_PARTS, "sample", "schedule", "batch", "detokenize", "update", "output")
 WARM_UP = 4
-"""Steps that do not count: the second of a size is the one that is recorded."""
+"""Steps that do not count: the first of a size is the one that is recorded."""
 
 
 def step_split(

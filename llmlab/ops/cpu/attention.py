@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llmlab.ops import attention as reference
 from llmlab.ops.cpu import flash, simd
+from llmlab.ops.cpu.cache import blocks_alike
 from llmlab.ops.cpu.memory import empty, zeros
 from llmlab.ops.cpu.parallel import arg, kernel, number, piece, take
 from llmlab.ops.cpu.tiles import score_tile, weighted_sum
@@ -249,7 +250,7 @@ def paged_attention(
         or (soft_cap is not None and soft_cap <= 0)
         or not (q.dtype == key_cache.dtype == value_cache.dtype)
         or not (block_table.dtype == query_start_loc.dtype == seq_lens.dtype == torch.int32)
-        or not (key_cache.is_contiguous() and value_cache.is_contiguous() and block_table.stride(1) == 1)
+        or not (blocks_alike(key_cache, value_cache) and block_table.stride(1) == 1)
     ):
         return reference.paged_attention.reference(
             q,
