@@ -64,8 +64,12 @@ class Workload:
         """What the roof allows: every step in the least time that its FLOPs and bytes need."""
         from llmlab.measure.cost import least_seconds, step_costs
 
-        dtype = _torch_dtype(roof.dtype)
-        return self.tokens / sum(least_seconds(step_costs(config, *step, dtype=dtype), roof) for step in self.steps())
+        dtype, stored = _torch_dtype(roof.dtype), _torch_dtype(config.dtype)
+        weights = min(
+            dtype, stored, key=lambda one: one.itemsize
+        )  # no need to hold what is only computed in float32 as such
+        costs = (step_costs(config, *step, dtype=dtype, weight_dtype=weights) for step in self.steps())
+        return self.tokens / sum(least_seconds(one, roof) for one in costs)
 
 
 def _prefill(length: int) -> Workload:

@@ -46,9 +46,7 @@ class Runner:
         self._results = Arena() if model.ops.has_cpu_kernels else None
         self._graphs = None
         if not enforce_eager and model.ops.has_cpu_kernels:
-            max_model_len = model.rotary.cos_sin_cache.shape[0]
-            forward = lambda batch: model.forward(batch, self._layer_caches)
-            self._graphs = StepGraphs(forward, -(-max_model_len // self.block_size), self.block_size)
+            self._graphs = StepGraphs(lambda batch: model.forward(batch, self._layer_caches), self.block_size)
 
     def execute(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> tuple[Batch, Tensor]:
         """Copy swapped blocks, run the forward pass: the batch, and the hidden states ``[num_wanted, hidden_size]``.
@@ -71,7 +69,7 @@ class Runner:
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states ``[num_wanted, hidden_size]``: from a recorded graph where there is one, else op by op."""
         with torch.inference_mode():
-            hidden = self._graphs.run(batch) if self.plays_graphs and not recording() else None
+            hidden = None if self._graphs is None or recording() else self._graphs.run(batch)
             return self._forward(batch, self._layer_caches) if hidden is None else hidden
 
     @property

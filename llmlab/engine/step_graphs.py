@@ -2,8 +2,8 @@
 
 What CUDA graphs do on a GPU (vLLM's ``cudagraph``). A step that is all decodes has one token a request, so its shapes depend on
 the number of requests alone. Any other step is filled up to a shape that comes again: its tokens to a multiple of 16, its
-requests to a power of two, the last of which owns the tokens that fill up. Everything else about a step is data, copied into the
-tensors that the recorded one reads.
+requests to a power of two, the last of which owns the tokens that fill up. Block tables are as wide as a power of two. Everything
+else about a step is data, copied into the tensors that the recorded one reads.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ if TYPE_CHECKING:
     from llmlab.ops.cpu.graph import Graph
 
 TOKENS_TOGETHER = 16
-"""Steps are filled up to a multiple of it: the rows of a tile of the matrix products, computed anyway."""
+"""Steps are filled up to a multiple of it, the rows of a tile of the matrix products."""
 MOST_GRAPHS = 256
-"""Recorded steps that are kept, some 100 KB each; the one that was played the longest ago goes first."""
+"""Recorded steps that are kept, some 100 KB each and their block table; the one played the longest ago goes first."""
 
 
 class Shape(NamedTuple):
-    """What a recorded step is for: numbers of tokens, of requests and of wanted rows (None: a step of decodes, all are)."""
+    """What a recorded step is for: numbers of tokens, of requests, of wanted rows (None: a step of decodes, all are), and of
+    blocks that a request can have."""
 
     tokens: int
     requests: int
     wanted: int | None
+    blocks: int
 
     @property
     def kind(self) -> tuple[bool, ...]:
@@ -44,13 +46,14 @@ class Shape(NamedTuple):
         rotary table holds depends on the lengths."""
         if batch.rope_lengths is not None:
             return None
+        blocks = 1 << (batch.block_table.shape[1] - 1).bit_length()
         if batch.num_sched_tokens == batch.num_reqs:
-            return Shape(batch.num_reqs, batch.num_reqs, None)
+            return Shape(batch.num_reqs, batch.num_reqs, None, blocks)
         requests = 1 << batch.num_reqs.bit_length()  # at least one more than the batch has
         if batch.wanted is None or len(batch.wanted.rows) > batch.num_reqs:
             return None
         tokens = -(-batch.num_sched_tokens // TOKENS_TOGETHER) * TOKENS_TOGETHER
-        return Shape(tokens, requests, requests if len(batch.wanted.rows) else 0)
+        return Shape(tokens, requests, requests if len(batch.wanted.rows) else 0, blocks)
 
 
 class StepGraphs:
@@ -58,31 +61,30 @@ class StepGraphs:
 
     Args:
         forward: the model's forward pass over a batch, ``[num_wanted, hidden_size]``.
-        max_blocks_per_req: widest block table that a batch can have.
         block_size: tokens of a block.
-
-    Attributes:
-        recordable: False once a step was met that can't be recorded.
     """
 
-    def __init__(self, forward: Callable[[Batch], Tensor], max_blocks_per_req: int, block_size: int):
+    def __init__(self, forward: Callable[[Batch], Tensor], block_size: int):
         from llmlab.ops.cpu.memory import Arena
 
         self._forward = forward
-        self._max_blocks = max_blocks_per_req
         self._block_size = block_size
         self._arena = Arena()  # steps run one at a time: they can share their memory
-        self._checked: set[tuple[bool, ...]] = set()
+        self._recordable: dict[tuple[bool, ...], bool] = {}  # of each kind of shape that was tried
         self._graphs: OrderedDict[Shape, tuple[Batch, Graph]] = OrderedDict()
-        self.recordable = True
+
+    @property
+    def recordable(self) -> bool:
+        """Whether any kind of step can be recorded, as far as is known."""
+        return not self._recordable or any(self._recordable.values())
 
     def run(self, batch: Batch) -> Tensor | None:
         """The hidden states of the batch, valid until the next call; None if it is to be run op by op.
 
         A shape is recorded when it is first met.
         """
-        shape = Shape.of(batch) if self.recordable else None
-        if shape is None:
+        shape = Shape.of(batch)
+        if shape is None or not self._recordable.get(shape.kind, True):
             return None
         if shape in self._graphs:
             self._graphs.move_to_end(shape)
@@ -99,13 +101,13 @@ class StepGraphs:
 
         kept = self._empty(shape)
         self._fill(kept, batch)
-        check = shape.kind not in self._checked
+        check = shape.kind not in self._recordable
         try:
             self._graphs[shape] = kept, Graph(lambda: self._forward(kept), self._arena, check)
-        except NotRecordable:  # an op of this model has no kernel here, so none of its steps can be recorded
-            self.recordable = False
+        except NotRecordable:  # an op of this model has no kernel here, or none for such shapes
+            self._recordable[shape.kind] = False
             return False
-        self._checked.add(shape.kind)
+        self._recordable[shape.kind] = True
         if len(self._graphs) > MOST_GRAPHS:
             self._graphs.popitem(last=False)
         return True
@@ -113,7 +115,7 @@ class StepGraphs:
     def _empty(self, shape: Shape) -> Batch:
         long = lambda size: torch.zeros(size, dtype=torch.int64)
         short = lambda *size: torch.zeros(size, dtype=torch.int32)
-        tokens, requests, wanted = shape
+        tokens, requests, wanted, blocks = shape
         return Batch(
             req_ids=("",) * requests,
             input_ids=long(tokens),
@@ -121,7 +123,7 @@ class StepGraphs:
             query_start_loc=short(requests + 1),
             seq_lens=short(requests),
             slot_mapping=long(tokens),
-            block_table=short(requests, self._max_blocks),
+            block_table=short(requests, blocks),
             logits_indices=long(requests),
             discard=(False,) * requests,
             wanted=None

@@ -88,12 +88,14 @@ def step_costs(
     *,
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
     block_size: int = 16,
     trim_last_layer: bool = False,
 ) -> list[OpCost]:
     """Every op of one step, in order: request ``r`` has ``query_lens[r]`` new tokens, the last of which sees ``seq_lens[r]``.
 
     Args:
+        dtype: of the hidden states. kv_dtype, weight_dtype: of the cache, and of the matrices in memory; None for the same.
         trim_last_layer: as the engine does it, each request's last token alone goes through the last layer beyond K and V;
             without it the costs of all layers are alike, and affine in the step's shape.
 
@@ -103,7 +105,8 @@ def step_costs(
         raise ValueError(f"{len(query_lens)} query_lens for {len(seq_lens)} seq_lens; both must name the same requests")
     if any(not 1 <= q <= s for q, s in zip(query_lens, seq_lens, strict=True)):
         raise ValueError("each request needs 1 <= query_len <= seq_len (the new tokens are part of the sequence)")
-    walk = _Walk(config, list(query_lens), list(seq_lens), dtype, kv_dtype or dtype, block_size, trim_last_layer)
+    dtypes = dtype, kv_dtype or dtype, weight_dtype or dtype
+    walk = _Walk(config, list(query_lens), list(seq_lens), *dtypes, block_size, trim_last_layer)
     merged: list[OpCost] = []
     for part in walk.step():
         same = next((i for i, m in enumerate(merged) if replace(m, calls=part.calls) == part), None)
@@ -197,6 +200,7 @@ class _Walk:
     seq_lens: list[int]
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    weight_dtype: torch.dtype
     block_size: int
     trim_last_layer: bool
 
@@ -280,14 +284,14 @@ class _Walk:
         yield self._linear("o_proj", tokens, c.num_heads * c.head_dim, c.hidden_size, c.o_bias)
 
     def _linear(self, stage: str, tokens: int, in_features: int, out_features: int, bias: bool) -> OpCost:
-        x, weight = self._meta(tokens, in_features), self._meta(out_features, in_features)
+        x, weight = self._meta(tokens, in_features), self._meta(out_features, in_features, dtype=self.weight_dtype)
         return self._call(stage, ops.linear, x, weight, self._meta(out_features) if bias else None)
 
     def _call(self, stage: str, op: Op, *args: object, **kwargs: object) -> OpCost:
         return OpCost(stage, op.name, 1, op.cost(*args, **kwargs))
 
-    def _meta(self, *shape: int) -> torch.Tensor:
-        return torch.empty(*shape, dtype=self.dtype, device="meta")
+    def _meta(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype or self.dtype, device="meta")
 
     def _ids(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.int64, device="meta")

@@ -10,7 +10,7 @@ from llmlab.ops.registry import Cost, op
 
 
 def _embedding_cost(token_ids: Tensor, weight: Tensor) -> Cost:
-    rows = token_ids.numel() * weight.shape[1] * weight.dtype.itemsize
+    rows = token_ids.numel() * weight.shape[1] * weight.itemsize
     return Cost(0, 2 * rows + token_ids.numel() * token_ids.element_size())
 
 

@@ -13,7 +13,7 @@ from llmlab.ops.registry import Cost, op
 def _linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
     (tokens, in_features), out_features, size = x.shape, weight.shape[0], x.element_size()
     flops = 2 * tokens * in_features * out_features
-    moved = in_features * out_features * weight.dtype.itemsize + tokens * (in_features + out_features) * size
+    moved = in_features * out_features * weight.itemsize + tokens * (in_features + out_features) * size
     if bias is not None:
         flops, moved = flops + tokens * out_features, moved + out_features * size
     return Cost(flops, moved)

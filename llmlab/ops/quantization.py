@@ -33,6 +33,10 @@ class Int8Weight:
     def dtype(self) -> torch.dtype:
         return self.values.dtype
 
+    @property
+    def itemsize(self) -> int:
+        return self.values.itemsize
+
     def rows(self, begin: int, end: int) -> Int8Weight:
         """The part of the weight with some output features, over the same memory."""
         return Int8Weight(self.values[begin:end], self.scales[begin:end])

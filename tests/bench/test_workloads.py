@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -43,6 +45,9 @@ def test_floors():
     # 134.5 M weights of two bytes, and the keys and values of 192 tokens on average, read at 30 GB/s
     kv = 30 * 2 * 3 * 64 * 2 * 192
     assert one == pytest.approx(30e9 / (2 * 134.5e6 + kv), rel=0.02)
+    # in float32 the weights may stay as the checkpoint has them; keys and values take four bytes
+    single = NAMED["decode1"].most_tokens_per_second(CONFIG, replace(ROOF, dtype="float32"))
+    assert single == pytest.approx(30e9 / (2 * 134.5e6 + 2 * kv), rel=0.02)
     half, whole = (1 / least_seconds(decode_costs(CONFIG, 32, n, **bf16), ROOF) for n in (129, 255))
     assert 32 * whole < NAMED["decode32"].most_tokens_per_second(CONFIG, ROOF) < 32 * half
 

@@ -47,10 +47,12 @@ def test_recorded_and_not_recorded_agree(folder, dtype):
     expected = answers(eager)
     assert answers(recorded) == expected
     assert answers(recorded) == expected  # now from recordings only
-    # Every batch size that occurred twice is recorded: the requests end one after another.
+    # Every batch size is recorded: the requests end one after another.
     shapes = list(recorded.engine.runner._graphs._graphs)
-    assert sorted(s.requests for s in shapes if s.wanted is None) == [1, 2, 3, 4, 5]
-    assert [s for s in shapes if s.wanted is not None] == [(96, 8, 8)]  # the prompts, 90 tokens, all in the first step
+    assert {s.requests for s in shapes if s.wanted is None} == {1, 2, 3, 4, 5}
+    assert [s for s in shapes if s.wanted is not None] == [
+        (96, 8, 8, 16)
+    ]  # the prompts, 90 tokens, all in the first step
 
 
 def test_hidden_states_to_the_bit(folder, monkeypatch):
@@ -96,25 +98,29 @@ def test_filled_up_steps_compute_the_same(folder, monkeypatch):
     assert answers(llm) == answers(llm) == first
     for length in (60, 30):  # in chunks of their own, from whose last tokens nothing is sampled
         llm.generate([list(range(length))], SamplingParams(max_tokens=1), use_tqdm=False)
-    assert set(compared) == {(32, 4, 4), (32, 8, 8), (32, 2, 0), (16, 2, 2)}
+    assert {shape[:3] for shape in compared} == {(32, 4, 4), (32, 8, 8), (32, 2, 0), (16, 2, 2)}
+    assert len({shape.blocks for shape in compared}) > 1
 
 
 @pytest.mark.parametrize(
     ("query_lens", "discard", "shape"),
     [
-        ([1], [False], (1, 1, None)),
-        ([1] * 7, [False] * 7, (7, 7, None)),
-        ([5], [False], (16, 2, 2)),
-        ([1, 1, 15], [False] * 3, (32, 4, 4)),
-        ([1, 1, 1, 13], [False] * 4, (16, 8, 8)),
-        ([40], [True], (48, 2, 0)),
+        ([1], [False], (1, 1, None, 8)),
+        ([1] * 7, [False] * 7, (7, 7, None, 8)),
+        ([5], [False], (16, 2, 2, 8)),
+        ([1, 1, 15], [False] * 3, (32, 4, 4, 8)),
+        ([1, 1, 1, 13], [False] * 4, (16, 8, 8, 8)),
+        ([40], [True], (48, 2, 0, 8)),
     ],
 )
 def test_shapes_that_steps_are_filled_up_to(query_lens, discard, shape):
     tokens = sum(query_lens)
     starts = np.cumsum([0, *query_lens])
     wanted = WantedRows.find(starts, discard, [False] * len(discard), np.arange(tokens))
-    batch = SimpleNamespace(num_sched_tokens=tokens, num_reqs=len(discard), rope_lengths=None, wanted=wanted)
+    table = torch.zeros((len(discard), 5), dtype=torch.int32)
+    batch = SimpleNamespace(
+        num_sched_tokens=tokens, num_reqs=len(discard), rope_lengths=None, wanted=wanted, block_table=table
+    )
     assert step_graphs.Shape.of(batch) == shape
     batch.rope_lengths = torch.ones(tokens)
     assert step_graphs.Shape.of(batch) is None
@@ -146,11 +152,19 @@ def test_a_step_that_is_watched_runs_op_by_op(folder):
     assert len(decodes) > 3
 
 
-def test_a_model_with_an_op_of_torchs_own_is_not_recorded(random_hf_model):
-    folder = random_hf_model("Qwen3ForCausalLM", seed=6, head_dim=32, **SIZES)[1]  # heads are normed over a copy
+def test_where_torch_computes_steps_are_not_recorded(random_hf_model):
+    folder = random_hf_model("Qwen3ForCausalLM", seed=6, head_dim=32, **SIZES)[1]
     llm, eager = make(folder), make(folder, enforce_eager=True)
     assert answers(llm) == answers(eager)
-    assert not llm.engine.runner._graphs._graphs
+    # The heads of several tokens are normed over a copy; those of one token lie together.
+    assert {shape.tokens for shape in llm.engine.runner._graphs._graphs} == {1} and llm.engine.runner.plays_graphs
+
+
+def test_a_model_none_of_whose_ops_is_a_kernel_is_not_recorded(random_hf_model):
+    folder = random_hf_model(seed=6, head_dim=24, **SIZES)[1]  # the reference computes attention
+    llm, eager = make(folder), make(folder, enforce_eager=True)
+    assert answers(llm) == answers(eager)
+    assert not llm.engine.runner._graphs._graphs and not llm.engine.runner.plays_graphs
 
 
 def test_no_recording_off_the_cpu_kernels(folder):

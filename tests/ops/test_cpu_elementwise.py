@@ -143,11 +143,11 @@ def test_rows_are_gathered(dtype, index):
     assert torch.equal(ops.gather_last_tokens.cpu(table, starts), table[[0, 29, 30, 49]])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, "float32 that is bfloat16"])
 @pytest.mark.parametrize("index", [torch.int64, torch.int32, torch.int16])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_rows_are_gathered_out_of_panels(dtype, index, tokens):
-    table = randn(64, 48, dtype=dtype)
+    table = randn(64, 48, dtype=dtype) if dtype in DTYPES else randn(64, 48).bfloat16().float()
     packed = LinearPacker(1 << 16)(table)
     ids = torch.randint(0, 64, (2 * tokens,), generator=torch.Generator().manual_seed(1)).to(index)
     assert torch.equal(ops.embedding.cpu(ids, packed), table[ids.long()])

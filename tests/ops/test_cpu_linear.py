@@ -60,7 +60,7 @@ def test_bfloat16_without_amx(tokens, monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_bfloat16_without_pair_products(tokens, monkeypatch):
     monkeypatch.setattr(amx, "available", lambda: False)
-    monkeypatch.setattr(linear, "_method", lambda dtype: "bf16")
+    monkeypatch.setattr(linear, "_method", lambda stored, dtype: "bf16")
     check(tokens, 144, 96, torch.bfloat16, with_bias=True)
 
 
@@ -82,6 +82,22 @@ def test_packing_keeps_the_weight(dtype):
     for weight, packed in [(w, packer(w)) for w in weights]:
         assert torch.equal(packed.unpack(), weight)
         assert packed.shape == weight.shape and packed.dtype == dtype
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 33])
+def test_float32_weights_that_are_bfloat16s_take_half_the_bytes(tokens):
+    weight, x, bias = randn(96, 160).bfloat16().float(), randn(tokens, 160, seed=1), randn(96, seed=2)
+    packed = LinearPacker()(weight)
+    assert (packed.dtype, packed.itemsize, packed.panels.dtype) == (torch.float32, 2, torch.bfloat16)
+    assert torch.equal(packed.unpack(), weight)
+    expected = x.double() @ weight.double().T + bias
+    torch.testing.assert_close(ops.linear.cpu(x, packed, bias).double(), expected, rtol=1e-5, atol=2e-5)
+    part = packed.rows(16, 48)
+    torch.testing.assert_close(ops.linear.cpu(x, part).double(), (expected - bias)[:, 16:48], rtol=1e-5, atol=2e-5)
+    weight[-1, -1] += 2.0**-20  # one number that is none
+    assert LinearPacker()(weight).itemsize == 4
+    with pytest.raises(ValueError, match="does not fit"):
+        ops.linear.cpu(x.bfloat16(), packed)
 
 
 def test_weights_that_do_not_divide_into_panels_stay_tensors():

@@ -157,7 +157,7 @@ def _predicted(llm: LLM, roof: Roof, work: str, size: int, context: int) -> floa
     dtype = getattr(torch, roof.dtype)
     if work == "prefill":
         return least_seconds(prefill_costs(llm.config, 1, size, dtype=dtype), roof)
-    stored = llm.model.weights.layers[0].qkv_proj.weight.dtype.itemsize
+    stored = llm.model.weights.layers[0].qkv_proj.weight.itemsize
     seconds = 0.0
     for one in decode_costs(llm.config, size, context, dtype=dtype):
         flops, nbytes = one.cost

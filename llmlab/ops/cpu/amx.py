@@ -28,7 +28,7 @@ STEP = 32  # inputs in a tile
 _TILE_BYTES = 1024
 _INPUTS = (
     640 << 10
-)  # bytes of inputs, at most, that all panels of a thread go over before the next: they stay in the L2 cache
+)  # bytes of inputs, about, that all panels of a thread go over before the next: they stay in the L2 cache
 
 
 @functools.cache
@@ -141,7 +141,7 @@ def _multiply(blocks: int, panels: int) -> Callable[[int], None]:
             arg(p, 11),
         )
         groups = (num_tokens * 2 * in_features + _INPUTS - 1) // _INPUTS
-        tokens_in_cache = (num_tokens // max(groups, 1) + step - 1) // step * step
+        tokens_in_cache = (max(num_tokens // max(groups, 1), 1) + step - 1) // step * step
         sums = simd.scratch(8 * 1024)
         configure(config)
         first, last = piece(take(p, 1), units, threads)

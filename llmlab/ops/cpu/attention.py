@@ -267,7 +267,7 @@ def paged_attention(
     q, query_start_loc, seq_lens = simd.heads_together(q), query_start_loc.contiguous(), seq_lens.contiguous()
     out = empty(q.shape, q.dtype)
     lse = empty((tokens, num_heads), torch.float32) if return_lse else None
-    # One token a request: split its context. Otherwise requests with many queries are done in tiles, the others token by token.
+    # As many tokens as requests are done token by token. Otherwise requests with many queries are done in tiles.
     count, plan, num_reqs = tokens, None, seq_lens.shape[0]
     if tokens != num_reqs:
         plan = flash.Plan.of(query_start_loc, seq_lens, tokens, block_table.shape[1] * block_size, sliding_window)

@@ -40,8 +40,11 @@ def _gather(index_bytes: int) -> Callable[[int], None]:
 
 
 @kernel("qqqqqq")
-def _gather_packed(index_bytes: int, unit: int) -> Callable[[int], None]:
-    """out[i] = row ``index[i]`` of panels in which ``unit`` bytes of a row are followed by those of the other fifteen."""
+def _gather_packed(index_bytes: int, unit: int, widen: bool) -> Callable[[int], None]:
+    """out[i] = row ``index[i]`` of panels in which ``unit`` bytes of a row are followed by those of the other fifteen.
+
+    widen: from bfloat16 to float32.
+    """
     line = unit * simd.LANES
 
     def body(p: int) -> None:
@@ -56,9 +59,14 @@ def _gather_packed(index_bytes: int, unit: int) -> Callable[[int], None]:
                 row = simd.load_int64(at) if index_bytes == 8 else simd.load_int32(at)
                 if 0 <= row < rows:
                     source = panels + row // simd.LANES * simd.LANES * row_bytes + row % simd.LANES * unit
-                    target = out + i * row_bytes
-                    for k in range(row_bytes // unit):
-                        simd.copy(target + k * unit, source + k * line, unit)
+                    if widen:
+                        for k in range(row_bytes // unit):
+                            at, target = source + k * line, out + (i * row_bytes + k * unit) * 2
+                            simd.store("f32", target, simd.load_one("bf16", at))
+                            simd.store("f32", target + 4, simd.load_one("bf16", at + 2))
+                    else:
+                        for k in range(row_bytes // unit):
+                            simd.copy(out + i * row_bytes + k * unit, source + k * line, unit)
                 else:
                     report(p, i + 1)
 
@@ -68,9 +76,10 @@ def _gather_packed(index_bytes: int, unit: int) -> Callable[[int], None]:
 def _packed_rows(table: PackedLinear, index: Tensor) -> Tensor:
     """Rows of a weight in panels: sixteen times the bytes are read, of a weight that is read whole by the LM head anyway."""
     rows, width = table.shape
-    row_bytes = width * table.dtype.itemsize
+    row_bytes = width * table.itemsize
     out = empty((index.shape[0], width), table.dtype)
-    one = _gather_packed(index.element_size(), row_bytes // table.panels.shape[1])
+    widen = table.dtype != table.panels.dtype
+    one = _gather_packed(index.element_size(), row_bytes // table.panels.shape[1], widen)
     run = one.serial if simd.LANES * row_bytes * index.shape[0] < _SERIAL_BELOW else one.parallel
     bad = run(index.data_ptr(), index.shape[0], table.panels.data_ptr(), rows, row_bytes, out.data_ptr())
     if bad:

@@ -40,7 +40,7 @@ class Plan:
     Attributes:
         words: int64; a header of four counts (requests in tiles, their keys laid out with padding, their blocks of queries,
             tokens left over), then a row a request: first query, number of queries, sequence length, row of the block table,
-            first visible key (a multiple of 32), where its keys begin in the laid-out buffer, first item of the layout,
+            first key laid out (a multiple of 32), where its keys begin in the laid-out buffer, first item of the layout,
             first block of queries; and its tile configuration.
         few: ``[most tokens left over]`` int64, which these are.
         most_keys: that can be laid out.

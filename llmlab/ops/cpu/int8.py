@@ -48,6 +48,10 @@ class PackedInt8:
     def dtype(self) -> torch.dtype:
         return self.panels.dtype
 
+    @property
+    def itemsize(self) -> int:
+        return self.panels.itemsize
+
     def rows(self, begin: int, end: int) -> PackedInt8 | None:
         """The part of the weight with some output features, over the same memory; None unless it is whole panels."""
         if begin % LANES or end % LANES:

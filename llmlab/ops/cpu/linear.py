@@ -26,9 +26,11 @@ __all__ = ["Int8Packer", "LinearPacker", "PackedInt8", "PackedLinear", "linear"]
 
 
 @kernel("qqqqqqqqqqq")
-def _multiply(method: str, panels: int, tokens: int) -> Callable[[int], None]:
-    """Tiles of ``panels`` × ``tokens`` (8, or 4 where registers are few); fewer tokens at the end in tiles of 4, 2 and 1."""
-    kind = method.removesuffix("dot")
+def _multiply(method: str, kind: str, panels: int, tokens: int) -> Callable[[int], None]:
+    """Tiles of ``panels`` × ``tokens`` (8, or 4 where registers are few); fewer tokens at the end in tiles of 4, 2 and 1.
+
+    method: see :func:`panel_tile`. kind: of bias and out.
+    """
     width = simd.LANES * simd.itemsize(kind)
 
     def body(p: int) -> None:
@@ -150,8 +152,9 @@ def _multiply(method: str, panels: int, tokens: int) -> Callable[[int], None]:
 
 
 @functools.cache
-def _method(dtype: torch.dtype) -> str:
-    return "bf16dot" if dtype == torch.bfloat16 and simd.cpu_has("avx512bf16") else simd.KINDS[dtype]
+def _method(stored: torch.dtype, dtype: torch.dtype) -> str:
+    pairs = stored == dtype == torch.bfloat16 and simd.cpu_has("avx512bf16")
+    return "bf16dot" if pairs else simd.KINDS[stored]
 
 
 @functools.cache
@@ -163,12 +166,12 @@ def _tile_size(num_panels: int) -> tuple[int, int]:
 
 
 def _multiply_panels(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    method = _method(x.dtype)
+    method, kind = _method(panels.dtype, x.dtype), simd.KINDS[x.dtype]
     if method in ("bf16", "f16"):
         x = to_float32(x)
     in_features = x.shape[1]
     together, tokens = _tile_size(panels.shape[0])
-    _multiply(method, together, tokens).parallel(
+    _multiply(method, kind, together, tokens).parallel(
         x.data_ptr(),
         x.stride(0) * x.element_size(),
         x.shape[0],

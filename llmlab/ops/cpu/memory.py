@@ -6,6 +6,7 @@ import bisect
 import itertools
 import math
 import mmap
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch import Tensor
 
 _PAGE = 2 << 20
 _LINE = 64
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # what is never touched may be more than the machine has
 
 
 def own_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -25,7 +27,7 @@ def own_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     For what is large and dies young: the C library would keep its memory, and not use it for the next one of that size once
     anything small lies in it.
     """
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE} if hasattr(mmap, "MAP_PRIVATE") else {}
     area = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, **private)  # Python's default, shared, gets no large pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         area.madvise(mmap.MADV_HUGEPAGE)
@@ -50,6 +52,7 @@ class Arena:
     """
 
     def __init__(self) -> None:
+        self._blocks: list[np.ndarray] = []  # all, so that none goes, whatever is interrupted where
         self._free: list[tuple[int, int, np.ndarray]] = []  # size, a number of its own, block; sorted
         self._count = itertools.count()
         self._lent: dict[int, tuple[weakref.ref, np.ndarray]] = {}  # by the identity of the reference
@@ -76,10 +79,13 @@ class Arena:
         if at < len(self._free) and self._free[at][0] <= max(2 * size, 4096):  # the smallest that is not far too large
             return self._free.pop(at)[2]
         if size >= _PAGE // 2:
-            return large_pages(size).numpy()
-        size = -(-size // _LINE) * _LINE
-        block = np.empty(size + _LINE, np.uint8)
-        return block[-block.ctypes.data % _LINE :][:size]
+            block = large_pages(size).numpy()
+        else:
+            size = -(-size // _LINE) * _LINE
+            area = np.empty(size + _LINE, np.uint8)
+            block = area[-area.ctypes.data % _LINE :][:size]
+        self._blocks.append(block)
+        return block
 
     def _give_back(self, reference: weakref.ref) -> None:
         _, block = self._lent.pop(id(reference))

@@ -78,7 +78,7 @@ class Kernel:
         return self.run(self._pack(0, 0, *args), False)
 
     def parallel(self, *args: Any) -> int:
-        """Run on all of torch's threads (``torch.set_num_threads``); returns the status."""
+        """Run on as many threads as torch uses (``torch.set_num_threads``), or on those that come; returns the status."""
         return self.run(self._pack(0, 0, *args), True)
 
     def run(self, row: bytes, parallel: bool) -> int:

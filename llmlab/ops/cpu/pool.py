@@ -3,7 +3,7 @@
 An OpenMP region ends when every thread has been through it. Where other programs use the cores too, a thread may have to wait
 milliseconds for the system to let it run, and so does the region, although the others have long done all the work; a step has
 three hundred regions. Here the calling thread opens a gate, works, and when no work is left shuts the gate: it waits for those
-that went in, and for no others. A step takes as long as the cores that are there need.
+that went in, and for no others.
 
 A helper that has nothing to do looks for work a while, and then sleeps on a semaphore of its own.
 """
@@ -120,31 +120,37 @@ def run(pool, kernel, row, threads):  # type: ignore[no-untyped-def]
             call_address(_load(pool + _YIELD), 0)
 
 
-def _help(helper):  # type: ignore[no-untyped-def]
-    """What a helper does all its life."""
-    pool, index = _load(helper + _POOL), _load(helper + _INDEX)
-    seen, looks = 0, 0
-    while True:
-        gate = _load(pool + _GATE)
-        number, mine = gate >> _NUMBER, index < (gate >> _MAY & ((1 << (_OPEN - _MAY)) - 1))
-        if gate >> _OPEN & 1 and mine and number != seen:
-            if _replace(pool + _GATE, gate, gate + 1):
-                seen, looks = number, 0
-                call_address(_load(pool + _KERNEL), _load(pool + _ROW))
-                simd.fetch_add(pool + _DONE, 1)
-            continue
-        looks += 1
-        _pause()
-        if looks > _LOOKS:
-            looks = 0
-            _exchange(helper + _ASLEEP, 1)
-            # The caller opens the gate, then looks who is asleep; we say that we are, then look at the gate: one sees the other.
-            if _load(pool + _GATE) == gate or not _exchange(helper + _ASLEEP, 0):
-                call_address(_load(pool + _WAIT), helper + _SEMAPHORE)
+def _helping() -> Callable[[int], None]:
+    def help_along(helper: int) -> None:
+        """What a helper does all its life."""
+        pool, index = _load(helper + _POOL), _load(helper + _INDEX)
+        seen, looks = 0, 0
+        while True:
+            gate = _load(pool + _GATE)
+            number, mine = gate >> _NUMBER, index < (gate >> _MAY & ((1 << (_OPEN - _MAY)) - 1))
+            if gate >> _OPEN & 1 and mine and number != seen:
+                if _replace(pool + _GATE, gate, gate + 1):
+                    seen, looks = number, 0
+                    call_address(_load(pool + _KERNEL), _load(pool + _ROW))
+                    simd.fetch_add(pool + _DONE, 1)
+                continue
+            looks += 1
+            _pause()
+            if looks > _LOOKS:
+                looks = 0
+                _exchange(helper + _ASLEEP, 1)
+                # The caller opens the gate, then looks who sleeps; we say so, then look at the gate: one sees the other.
+                if _load(pool + _GATE) == gate or not _exchange(helper + _ASLEEP, 0):
+                    call_address(_load(pool + _WAIT), helper + _SEMAPHORE)
+
+    return help_along
 
 
-def _run(pool, kernel, row, threads):  # type: ignore[no-untyped-def]
-    run(pool, kernel, row, threads)
+def _running() -> Callable[[int, int, int, int], None]:
+    def run_in_pool(pool: int, kernel: int, row: int, threads: int) -> None:
+        run(pool, kernel, row, threads)
+
+    return run_in_pool
 
 
 class Pool:
@@ -163,23 +169,30 @@ class Pool:
         self.address = -(-self._words.ctypes.data // _LINE) * _LINE
         for offset, name in ((_POST, "sem_post"), (_WAIT, "sem_wait"), (_YIELD, "sched_yield")):
             self._store(self.address + offset, ctypes.cast(getattr(libc, name), ctypes.c_void_p).value)
-        self._code = [compiled(_help), compiled(_run, 4)]
+        self._code = [compiled(_helping()), compiled(_running(), 4)]
         self._help = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._code[0].address)
         kind = ctypes.PYFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64)
         self.launch: Callable[[int, int, bytes, int], None] = kind(self._code[1].address)
         self._helpers = 0
+        self._starting = threading.Lock()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # helpers may look at its words until the process has gone
 
     def threads(self) -> int:
         """As many as torch uses now (``torch.set_num_threads``), ready to work."""
         threads = min(torch.get_num_threads(), MOST_HELPERS + 1)
-        while self._helpers < threads - 1:
-            helper = self.address + _HELPERS + self._helpers * _HELPER_BYTES
-            self._store(helper + _POOL, self.address)
-            self._store(helper + _INDEX, self._helpers)
-            self._init(ctypes.c_void_p(helper + _SEMAPHORE), 0, 0)
-            threading.Thread(target=self._help, args=(helper,), daemon=True, name="llmlab-kernels").start()
-            self._helpers += 1
+        if self._helpers < threads - 1:
+            with self._starting:
+                for index in range(self._helpers, threads - 1):
+                    self._start(index)
         return threads
+
+    def _start(self, index: int) -> None:
+        helper = self.address + _HELPERS + index * _HELPER_BYTES
+        self._store(helper + _POOL, self.address)
+        self._store(helper + _INDEX, index)
+        self._init(ctypes.c_void_p(helper + _SEMAPHORE), 0, 0)
+        threading.Thread(target=self._help, args=(helper,), daemon=True, name="llmlab-kernels").start()
+        self._helpers = index + 1
 
     @staticmethod
     def _store(address: int, value: int) -> None:
