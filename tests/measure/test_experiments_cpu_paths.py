@@ -50,7 +50,7 @@ def test_variants_beside_their_predictions():
     rows = {(r.work, r.variant): r for r in table.itertuples()}
     config = variants["plain"].config
     assert rows["decode", "plain"].predicted == pytest.approx(
-        least_seconds(decode_costs(config, 2, 10, dtype=torch.float32), ROOF)
+        least_seconds(decode_costs(config, 2, 10, dtype=torch.float32, weight_dtype=torch.bfloat16), ROOF)
     )
     assert rows["prefill", "int8"].predicted == pytest.approx(
         least_seconds(prefill_costs(config, 1, 8, dtype=torch.float32), ROOF)
