@@ -65,9 +65,8 @@ class Workload:
         from llmlab.measure.cost import least_seconds, step_costs
 
         dtype, stored = _torch_dtype(roof.dtype), _torch_dtype(config.dtype)
-        weights = min(
-            dtype, stored, key=lambda one: one.itemsize
-        )  # no need to hold what is only computed in float32 as such
+        # What is only computed in float32 need not be held as such.
+        weights = min(dtype, stored, key=lambda one: one.itemsize)
         costs = (step_costs(config, *step, dtype=dtype, weight_dtype=weights) for step in self.steps())
         return self.tokens / sum(least_seconds(one, roof) for one in costs)
 

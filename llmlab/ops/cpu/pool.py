@@ -35,9 +35,7 @@ _MAY, _OPEN, _NUMBER = 16, 31, 32
 # A helper's words: whether it sleeps, the pool's address, which helper it is, the semaphore that it sleeps on.
 _ASLEEP, _POOL, _INDEX, _SEMAPHORE, _HELPER_BYTES = 0, 8, 16, 64, 128
 MOST_HELPERS = 255
-_LOOKS = (
-    5_000  # of a helper for work, some 40 ns each, before it sleeps: longer than it takes from one kernel to the next
-)
+_LOOKS = 5_000  # of a helper for work, some 40 ns each, before it sleeps: longer than from one kernel to the next
 _PATIENCE = 1_000  # looks of the caller for helpers to come out, before it offers them its core
 
 
